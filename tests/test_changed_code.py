@@ -228,7 +228,9 @@ def test_a_copy_of_ones_own_run_beside_other_code_runs_none_of_it(trained, tmp_p
     mark(tmp_path, "mine_reward.py")
     done = call("evaluate", "run", "--no-report", cwd=tmp_path)
     assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
-    assert "`reward` of run names code that is not what the run was trained with" in done.stderr
+    assert (
+        "`reward` of run names code that differs from what the run was trained with" in done.stderr
+    )
     assert (
         "mine_reward.py" in done.stderr
         and "--trust" in done.stderr

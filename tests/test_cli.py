@@ -182,7 +182,7 @@ def test_profile_refuses_a_run_without_weights_and_settings_beside_a_run(tmp_pat
         reports, "write_report", lambda *_, **__: pytest.fail("a report was started")
     )
     for words, part in (
-        ([], "a finished run is needed"),
+        ([], "because it is not finished"),
         (["pocket/tiny"], "name=value; got 'pocket/tiny'"),
         (["eta=0"], "`eta`"),
     ):

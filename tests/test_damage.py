@@ -165,7 +165,7 @@ def falls_back(run, kind, seen, capsys) -> None:
     said = capsys.readouterr().out
     assert state.iteration == 2 and values(state) == seen[2]
     assert said.startswith("warning: resume: the checkpoint") and said.count("\n") == 1
-    assert said.endswith("; the run goes on from 000002\n")
+    assert said.endswith("; the run resumes from 000002\n")
     assert [
         json.loads(line)["iteration"] for line in (run / "metrics.jsonl").read_text().splitlines()
     ] == [0, 1, 2]
@@ -344,7 +344,7 @@ def test_lost_checkpoints_are_said(trained, tmp_path, capsys, crash):
     with open(run / "metrics.jsonl", "ab") as file:
         file.write(crash)
     trainer.resume(fresh(run, "whole"))
-    assert "has no checkpoint; its 3 iterations are done again" in capsys.readouterr().out
+    assert "has no checkpoint; its 3 iterations are repeated" in capsys.readouterr().out
     assert (run / "metrics.jsonl").read_bytes() == b""
 
 

@@ -69,7 +69,7 @@ def test_unknown_device_is_rejected_by_name():
 
 
 def test_images_of_a_large_model_on_the_cpu_come_with_a_warning(no_gpu):
-    with pytest.warns(UserWarning, match="drawn on the CPU.*11.9 billion"):
+    with pytest.warns(UserWarning, match="sampled on the CPU.*11.9 billion"):
         assert plan.choose_image_device(load_settings({"model": LARGE[0]})) == "cpu"
     with warnings.catch_warnings(action="error"):
         assert (

@@ -142,7 +142,7 @@ def test_an_evaluation_killed_twice_is_that_which_ran_through(run, forks, tmp_pa
     assert evaluate.evaluate(run, said.append, trust=True) == summary and scores(run) == scores(
         whole
     )
-    assert said[0].startswith("evaluation: goes on, ") and said[-1].startswith(
+    assert said[0].startswith("evaluation: resumed, ") and said[-1].startswith(
         f"evaluation: {TOTAL} of {TOTAL} images"
     )
     now = {
@@ -271,7 +271,8 @@ def test_a_second_evaluation_is_refused_at_once_and_harms_nothing(run):
 def test_prompts_that_the_reward_cannot_score_are_named_before_any_is_drawn(run, tmp_path):
     (tmp_path / "odd.txt").write_text("a red star\n" * 40 + "zebras fly over the moon\n")
     with pytest.raises(
-        InputError, match="`eval_prompts` must hold prompts that the reward .* number 41 is none"
+        InputError,
+        match="`eval_prompts` must hold prompts that the reward .* prompt 41 cannot be scored",
     ):
         evaluate.evaluate(
             run, changes=[f"eval_prompts={tmp_path / 'odd.txt'}"], processes=1, trust=True
@@ -298,7 +299,7 @@ def test_training_stands_whatever_becomes_of_its_evaluation(tmp_path, capsys):
     assert ended.value.exit_code == 2 and "finished: 240 s of training" in said.out
     assert (
         "holds no trained weights" in said.err
-        and f"go on with: chunk-grpo evaluate {run}" in said.err
+        and f"continue with: chunk-grpo evaluate {run}" in said.err
     )
     assert run_folder.read_run_info(run)["status"] == "finished"
 
@@ -313,11 +314,11 @@ def test_an_interrupt_of_an_evaluation_says_how_to_go_on(run, monkeypatch, capsy
     with pytest.raises(typer.Exit) as ended:
         commands_.evaluate_with_progress(run, ["eval_images=4"])
     assert ended.value.exit_code == 130
-    assert f"go on with: chunk-grpo evaluate {run} eval_images=4" in capsys.readouterr().err
+    assert f"continue with: chunk-grpo evaluate {run} eval_images=4" in capsys.readouterr().err
 
 
 def test_a_process_that_refuses_says_why(run):
-    with pytest.raises(InputError, match="evaluation: a process that draws failed: .*nowhere"):
+    with pytest.raises(InputError, match="evaluation: a sampling process failed: .*nowhere"):
         evaluate.evaluate(run, changes={"eval_rewards": ["nowhere:red"]}, processes=2, trust=True)
     assert not (run / "evaluation").exists()
 

@@ -106,7 +106,7 @@ def test_own_prompts_are_checked_line_by_line(tmp_path):
     assert (
         geneval.read_geneval_prompts(tmp_path / "own.jsonl") == geneval.read_geneval_prompts()[:1]
     )
-    with pytest.raises(InputError, match="none.jsonl is no file"):
+    with pytest.raises(InputError, match="none.jsonl is not a file"):
         geneval.read_geneval_prompts(tmp_path / "none.jsonl")
 
 

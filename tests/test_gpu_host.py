@@ -122,7 +122,7 @@ def test_a_host_without_base_is_told_what_to_do(tmp_path):
     )
     assert done.returncode and "Traceback" not in done.stderr
     assert (
-        "base: 'Qwen/Qwen2-VL-7B-Instruct' is no folder here, and config.json"
+        "base: 'Qwen/Qwen2-VL-7B-Instruct' is not a folder, and config.json"
         in done.stdout + done.stderr
     )
 

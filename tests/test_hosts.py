@@ -125,7 +125,7 @@ def test_an_interrupt_on_one_machine_ends_both(world, two):
     second.send_signal(signal.SIGINT)
     said = [child.communicate(timeout=200)[1] for child in (first, second)]
     assert (first.returncode, second.returncode) == (1, 130), said
-    assert "go on with: chunk-grpo train" in said[1] and children.gone(everybody)
+    assert "continue with: chunk-grpo train" in said[1] and children.gone(everybody)
 
 
 @pytest.mark.parametrize(

@@ -83,7 +83,7 @@ def test_positions_by_rows_and_columns_would_not_agree(both, asked, theirs):
 
 
 def test_the_package_refuses_its_own_marks(both, asked):
-    with pytest.raises(InputError, match="which HPSv3 keeps for its own marks"):
+    with pytest.raises(InputError, match="which HPSv3 reserves for its own markers"):
         both[0](asked[0][:1], ["a <|Reward|>"])
 
 

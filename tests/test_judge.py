@@ -329,7 +329,7 @@ def test_a_key_is_needed_used_and_never_written(small, tmp_path, monkeypatch):
 
         monkeypatch.setenv("JUDGE_KEY_OF_THE_TESTS", "sk-wrong-4712")
         with pytest.raises(
-            InputError, match="does not take the request .status 401: .*Incorrect API key"
+            InputError, match="rejects the request .status 401: .*Incorrect API key"
         ) as stopped:
             judged.evaluate_dpg(*small, judge, tmp_path / "out")
         assert (
@@ -347,8 +347,8 @@ def test_a_key_is_needed_used_and_never_written(small, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "fault, words",
     [
-        ("503", "gave no answer about .* in 3 requests, at last status 503"),
-        ("unknown", "does not take the request .status 404: .*the model does not exist"),
+        ("503", "gave no answer about .* in 3 requests; the last failed with status 503"),
+        ("unknown", "rejects the request .status 404: .*the model does not exist"),
     ],
 )
 def test_a_judge_that_goes_away_stops_the_run_and_what_it_said_is_kept(
@@ -376,7 +376,7 @@ def test_a_judge_that_goes_away_stops_the_run_and_what_it_said_is_kept(
 
 def test_nobody_there(small, tmp_path):
     with pytest.raises(
-        InputError, match="gave no answer about .* in 2 requests, at last ConnectError"
+        InputError, match="gave no answer about .* in 2 requests; the last failed with ConnectError"
     ):
         judged.evaluate_dpg(
             *small, Judge("http://127.0.0.1:9/v1", "m", retries=1, pause=0.01), tmp_path / "out"

@@ -835,6 +835,7 @@ WRONG = [
     ("steps", {"completion_steps": 3}, "completion_steps"),
     ("steps", {"noise_spread": 0.3}, "noise_spread"),
     ("steps", {"lora_alpha": 4, "lora_rank": 0}, "lora_alpha"),
+    ("steps", {"lora_targets": ["to_q"], "lora_rank": 0}, "lora_targets"),
     ("stepwise", {"chunks": "adaptive"}, "chunks"),
     ("self-opd", {"credit_of": "image"}, "credit_of"),
     ("gardo", {"diversity": True, "reward": "incompressibility", "eval_rewards": ()}, "diversity"),

@@ -111,7 +111,7 @@ def test_ctrl_c_and_sigterm_say_how_to_go_on(monkeypatch, tmp_path, capfd, error
     said = capfd.readouterr().err.strip()
     assert (
         said
-        == f"interrupted; go on with: chunk-grpo train pocket/tiny --out {tmp_path / 'run'} --resume"
+        == f"interrupted; continue with: chunk-grpo train pocket/tiny --out {tmp_path / 'run'} --resume"
     )
 
 

@@ -62,7 +62,8 @@ def test_first_cell_of_every_report_checks_what_it_was_given(name):
 def test_misspelt_parameter_is_rejected_by_name(name):
     for key in PARAMETERS[name]:
         with pytest.raises(
-            InputError, match=f"`{key}x` is no parameter of the report {name}; did you mean `{key}`"
+            InputError,
+            match=f"`{key}x` is not a parameter of the report {name}; did you mean `{key}`",
         ):
             reports.check_report_parameters(name, kernel_of(name, {f"{key}x": 1}))
 

@@ -534,7 +534,7 @@ def test_under_torchrun_nothing_is_chosen(two_cores, monkeypatch, tmp_path):
     """Else each of four would start two."""
     monkeypatch.setenv("WORLD_SIZE", "4")
     answer = CliRunner().invoke(main.app, ["train", "pocket/demo", "--out", str(tmp_path / "run")])
-    assert isinstance(answer.exception, InputError) and "the environment says WORLD_SIZE=4" in str(
+    assert isinstance(answer.exception, InputError) and "the environment sets WORLD_SIZE=4" in str(
         answer.exception
     )
     assert not list(tmp_path.iterdir())
@@ -592,7 +592,7 @@ def test_a_run_that_no_saving_makes_fit_says_what_it_would_still_take():
     run_settings = settings.load_settings("paper/one-h200-lora", size)
     text = dict(plan.describe_estimates(run_settings, 1e15, device="rtx4090"))["  would fit with"]
     assert text.startswith(
-        "nothing that plan knows: with every saving it still takes 2"
+        "no setting that `plan` tries: with all savings it still takes 2"
     ) and text.endswith(" GB")
 
 

@@ -58,13 +58,13 @@ WRONG = {  # name of the file, what it holds, what the sentence says
     "break.tsv": ("prompt\tid\na cat\nsits\t1\n", "line 2 has 1 fields"),
     "two.csv": ("prompt,Prompts\na cat,b\n", "more than one, prompt, Prompts"),
     "twice.csv": ("prompt,prompt\na cat,b\n", "'prompt' twice"),
-    "other.csv": ("caption,id\na cat,1\n", "none among caption, id; one is chosen as FILE:COLUMN"),
-    "blank.csv": ("prompt,id\na cat,1\n ,2\n", "holds no prompt in line 3"),
+    "other.csv": ("caption,id\na cat,1\n", "none among caption, id; choose one with FILE:COLUMN"),
+    "blank.csv": ("prompt,id\na cat,1\n ,2\n", "has an empty prompt in line 3"),
     "broken.ndjson": ('{"prompt": "a cat"}\n{"prompt": \n', "line 2 is no JSON"),
     "broken.txt": ('{"prompt": "a cat"}\na dog\n', "line 2 is no JSON"),
-    "number.json": ('["a cat", 3]', "entry 2 holds 3 where a text is needed"),
-    "number.yaml": ("- a cat\n- 300\n", "entry 2 holds 300 where a text is needed"),
-    "mapping.yaml": ("prompts:\n- a cat\n", "it holds a dict and no list"),
+    "number.json": ('["a cat", 3]', "entry 2 must be a text; it is 3"),
+    "number.yaml": ("- a cat\n- 300\n", "entry 2 must be a text; it is 300"),
+    "mapping.yaml": ("prompts:\n- a cat\n", "it must hold a list; it holds a dict"),
     "colon.yaml": ("- a cat\n- a dog: it runs\n", "entry 2: a column Prompt or Prompts"),
     "table.txt": ("Prompt\tCategory\na cat\tAnimals\n", "line 1 is the header of a table"),
     "column.txt": ("prompt\na cat\n", "line 1 is the header of a table"),
@@ -100,11 +100,11 @@ def test_a_column_is_chosen_behind_a_colon(name, text, tmp_path):
     (tmp_path / name).write_text(text)
     assert inputs.read_prompts(f"{tmp_path / name}:LONG") == ["a cat, at night"]
     with pytest.raises(
-        InputError, match="a column wide is needed and there is none among [Pp]rompt, long"
+        InputError, match="a column wide is needed, but there is none among [Pp]rompt, long"
     ):
         inputs.read_prompts(f"{tmp_path / name}:wide")
     (tmp_path / "a.txt").write_text("a cat\n")
-    with pytest.raises(InputError, match="line 1 is no record with a column long"):
+    with pytest.raises(InputError, match="line 1 must be a record with a column long"):
         inputs.read_prompts(f"{tmp_path / 'a.txt'}:long")
     (tmp_path / "b:c.txt").write_text("a dog\n")
     assert inputs.read_prompts(str(tmp_path / "b:c.txt")) == ["a dog"]
@@ -149,7 +149,7 @@ def test_a_record_that_asks_for_more_than_a_prompt_is_rejected(field, value, tmp
         (tmp_path / name).write_text(text)
         with pytest.raises(InputError) as raised:
             inputs.read_prompts(str(tmp_path / name))
-        assert f"asks for {field}" in str(raised.value) and any(
+        assert f"sets {field} to" in str(raised.value) and any(
             f"{x} of" in str(raised.value) for x in ("line 2", "line 3", "entry 2")
         )
         assert inputs.read_prompts(f"{tmp_path / name}:prompt") == [
@@ -165,7 +165,7 @@ def test_training_on_records_of_another_size_is_rejected_before_a_folder_is_made
     done = call("train", "pocket/tiny", "prompts=mine.jsonl", "--out", "run", cwd=tmp_path)
     assert done.returncode == 2 and not (tmp_path / "run").exists()
     (line,) = done.stderr.splitlines()
-    assert "mine.jsonl asks for width '1024', but a run draws all prompts alike" in line
+    assert "mine.jsonl sets width to '1024', but a run samples all prompts" in line
 
 
 def test_doctor_shows_what_is_read_of_a_list(tmp_path):
@@ -195,7 +195,7 @@ def test_missing_list_of_a_preset_leads_to_the_command_that_brings_it(tmp_path):
     done = call("train", "paper/chunk", "device=cpu", "--out", tmp_path / "run")
     assert done.returncode == 2 and not (tmp_path / "run").exists()
     assert (
-        "is no file" in done.stderr
+        "is not a file" in done.stderr
         and "hf download ymhao/HPDv2 train.json test.json" in done.stderr
     )
     assert "hf download ymhao/HPDv2 train.json test.json" in call("doctor").stdout
@@ -208,7 +208,7 @@ def test_missing_list_of_a_preset_leads_to_the_command_that_brings_it(tmp_path):
         ("DrawBench.csv", "curl -Lo drawbench.csv"),
         (
             "mine.txt",
-            "`chunk-grpo doctor` shows the commands that bring HPDv2, PartiPrompts, DrawBench",
+            "`chunk-grpo doctor` shows the commands that download HPDv2, PartiPrompts, DrawBench",
         ),
     ],
 )

@@ -77,7 +77,7 @@ def test_a_prompt_that_the_reward_cannot_score_is_found_before_anything_is_done(
     assert done.returncode == 2 and not (tmp_path / "run").exists()
     (line,) = done.stderr.splitlines()
     assert (
-        f"`{field}` must hold prompts that the reward pocket-geneval can score; number 41 is none"
+        f"`{field}` must hold prompts that the reward pocket-geneval can score; prompt 41 cannot be scored"
         in line
     )
 

@@ -14,9 +14,11 @@ import synthetic
 from matplotlib.text import Text
 from PIL import Image
 from report_functions import functions_of_report
+from typer.testing import CliRunner
 
 from chunk_grpo import InputError
 from chunk_grpo.cli import evaluation as commands
+from chunk_grpo.cli import main
 from chunk_grpo.core.settings import reward_weights
 from chunk_grpo.planning import plan
 from chunk_grpo.pocket.world import Scene, SceneObject, render_scene
@@ -170,7 +172,7 @@ def test_a_damaged_image_of_a_run_is_one_sentence(tmp_path, harm):
             {"half": whole[: len(whole) // 2], "empty": b"", "text": b"red", "huge": huge}[harm]
         )
     with pytest.raises(
-        InputError, match="a run must hold its images whole; .*00000_0.png cannot be read"
+        InputError, match="the images of a run must be readable; .*00000_0.png is not"
     ):
         figures.plot_image_grid([[file]], ["a red star"], ["base"])
 
@@ -290,6 +292,17 @@ def test_runs_are_told_apart_and_unequal_evaluations_are_named(unequal):
     assert reports.describe_evaluation_differences(unequal[:1] * 2) == ""
 
 
+def test_compare_prints_what_cannot_be_compared_before_the_table(unequal, tmp_path, monkeypatch):
+    monkeypatch.setattr(reports, "write_report", lambda name, out, **_: out)
+    page = tmp_path / "page.html"
+    answer = CliRunner().invoke(main.app, ["compare", *map(str, unequal), "--out", str(page)])
+    assert answer.exit_code == 0, answer.output
+    assert answer.output.index("their scores cannot be compared") < answer.output.index("delta")
+    same = [str(unequal[0])] * 2
+    answer = CliRunner().invoke(main.app, ["compare", *same, "--out", str(page)])
+    assert answer.exit_code == 0 and "cannot be compared" not in answer.output
+
+
 def test_the_page_of_a_comparison_warns_and_shows_images(unequal, tmp_path):
     page = reports.write_report(
         "compare", tmp_path / "page.html", runs=list(map(str, unequal))
@@ -308,7 +321,7 @@ def test_a_new_evaluation_renews_the_report_that_shows_the_old_one(tmp_path, mon
     run = synthetic.write(tmp_path / "run")
     written = []
     summary = run_folder.read_evaluation_summary(run)
-    monkeypatch.setattr(commands, "evaluate_with_progress", lambda *_: summary)
+    monkeypatch.setattr(commands, "evaluate_with_progress", lambda *_, **__: summary)
     monkeypatch.setattr(reports, "write_run_report", lambda run, name="train": written.append(name))
     commands.evaluate_heldout(run, [], 0)
     (run / "report.html").write_text("the scores before")

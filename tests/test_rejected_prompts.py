@@ -36,7 +36,8 @@ def test_hpsv3_rejects_special_tokens_before_it_scores():
     reward = hpsv3.HPSv3(Tokenizer(), None, None, 1, None, None)
     rewards.check_prompts({"hpsv3": reward}, GOOD)
     with pytest.raises(
-        InputError, match="that the reward hpsv3 can score; number 31 is none: .*special token"
+        InputError,
+        match="that the reward hpsv3 can score; prompt 31 cannot be scored: .*special token",
     ):
         rewards.check_prompts({"hpsv3": reward}, [*GOOD, BAD])
 
@@ -46,7 +47,7 @@ def test_the_package_of_hpsv3_rejects_marks_before_it_scores():
 
     scorer = type("Scorer", (), {"device": "cpu"})()
     with pytest.raises(
-        InputError, match="number 31 is none: ValueError: .*keeps for its own marks"
+        InputError, match="prompt 31 cannot be scored: ValueError: .*reserves for its own markers"
     ):
         rewards.check_prompts({"hpsv3": HPSv3PackageReward(scorer)}, [*GOOD, BAD])
 
@@ -80,7 +81,7 @@ def test_training_says_which_prompt_is_rejected_and_leaves_no_folder(field, plac
     assert done.returncode == 2 and not (own / "run").exists(), done.stderr
     (line,) = done.stderr.splitlines()
     assert (
-        f"`{field}` must hold prompts that the reward own:Strict can score; number 31 is none"
+        f"`{field}` must hold prompts that the reward own:Strict can score; prompt 31 cannot be scored"
         in line
     )
     assert "holds a mark" in line
@@ -99,7 +100,7 @@ def test_a_benchmark_says_which_prompt_is_rejected_before_it_draws(own):
         cwd=own,
     )
     done = call("evaluate", "run", "--benchmark", "bad.txt", "--rewards", "own:Strict", cwd=own)
-    assert done.returncode == 2 and "number 31 is none" in done.stderr
+    assert done.returncode == 2 and "prompt 31 cannot be scored" in done.stderr
     assert not list((own / "run").glob("benchmarks/*/*"))
 
 
@@ -117,7 +118,8 @@ def test_a_served_reward_is_asked_before_the_run(own):
         remote = client.load_remote_reward(url)
         assert remote.first_rejected(GOOD * 50) is None
         with pytest.raises(
-            InputError, match="the reward own can score; number 1501 is none: .*holds a mark"
+            InputError,
+            match="the reward own can score; prompt 1501 cannot be scored: .*holds a mark",
         ):
             rewards.check_prompts({"own": remote}, [*GOOD * 50, BAD], "eval_prompts")
         older = remote.model_copy(update={"about": {}})

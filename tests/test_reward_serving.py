@@ -219,7 +219,7 @@ def test_prints_harm_nothing(capfd):
     ("name", "said"),
     {
         "nan": f"reward: nan returned nan for the prompt {PROMPTS[1]!r}",
-        "short": "reward: short must return 5 numbers, one an image; it did not",
+        "short": "reward: short must return 5 numbers, one per image; it did not",
         "raising": "failed in its worker: RuntimeError: the model is not well",
     }.items(),
 )
@@ -237,9 +237,9 @@ def test_refusals_before_a_child_is_started():
     child = placement.LocalServer("r", "no:such", python=sys.executable)
     with pytest.raises(InputError, match="for each of 5 images; got 4"):
         child(PICTURES, PROMPTS[:4])
-    with pytest.raises(InputError, match="floats from nan"):
+    with pytest.raises(InputError, match="floats in .0, 1.; got nan"):
         child(IMAGES * float("nan"), PROMPTS)
-    with pytest.raises(InputError, match="allowed is .B, 3, H, W."):
+    with pytest.raises(InputError, match="must have the shape .B, 3, H, W."):
         child(IMAGES[:, :2], PROMPTS)
     assert child.child is None
 
@@ -378,10 +378,10 @@ def test_what_passes_is_tried_again(endpoint, faults):
 @pytest.mark.parametrize(
     ("fault", "said"),
     [
-        (401, "refused (401): out of order."),
-        (413, "refused (413)"),
-        (307, "refused (307)"),
-        (b"I am a teapot", "must answer with JSON; it said b'I am a teapot'"),
+        (401, "rejected the request (401): out of order."),
+        (413, "rejected the request (413)"),
+        (307, "rejected the request (307)"),
+        (b"I am a teapot", "must answer with JSON; it answered b'I am a teapot'"),
         (b"[1]", "must answer with JSON"),
         (b"[" * 100_000, "must answer with JSON"),
         (b"{}", "must answer with 5 scores"),
@@ -448,7 +448,7 @@ def test_the_token_is_sent_and_nowhere_kept(endpoint, monkeypatch):
     reward = remote([], token_variable="A_TOKEN")
     reward(IMAGES, PROMPTS)
     assert other.seen == ["Bearer s3cret"] and "s3cret" not in repr(reward) + repr(vars(reward))
-    for value, said in ((None, "not set"), ("s3cret\n", "no header can hold")):
+    for value, said in ((None, "not set"), ("s3cret\n", "that a header cannot hold")):
         monkeypatch.delenv("A_TOKEN", raising=False)
         if value:
             monkeypatch.setenv("A_TOKEN", value)
@@ -530,7 +530,9 @@ def test_the_server_says_what_it_refuses(monkeypatch):
             InputError, match=r"refused \(413\): body: it must have at most 500000 bytes"
         ):
             ask(torch.rand(1, 3, 500, 500), ["a"])
-        with pytest.raises(InputError, match=r"refused \(400\): images must be 1 to 5"):
+        with pytest.raises(
+            InputError, match=r"rejected the request \(400\): images must be 1 to 5"
+        ):
             ask(IMAGES[[0] * 6], ["a"] * 6)
         with pytest.raises(
             InputError, match=r"refused \(422\): reward: r returned nan for the prompt 'nan'"

@@ -261,7 +261,7 @@ def test_of_many_starts_into_one_new_folder_one_writes(settings, tmp_path):
     assert found.count(tmp_path / "run") == 1
     refused = (
         "another process has just started a run",
-        "holds a run, which is taken up with resume",
+        "holds a run, which can be resumed",
     )
     assert sum(any(part in str(words) for part in refused) for words in found) == 7
 
@@ -498,7 +498,7 @@ def test_callbacks_of_several_processes_must_be_names(settings, tmp_path):
     [
         (
             {"setings": "pocket/tiny"},
-            "`setings` is no parameter of the report train; did you mean `settings`",
+            "`setings` is not a parameter of the report train; did you mean `settings`",
         ),
         ({"processes": "2"}, "`processes` of the report train must be a whole number; got '2'"),
         ({"overrides": "seed=1"}, "`overrides` of the report train must be a list"),
@@ -556,7 +556,7 @@ def test_a_report_warns_of_settings_of_another_version(tmp_path, monkeypatch):
     )
     monkeypatch.setattr(reports, "write_report", lambda *_, **__: run / "report.html")
     with pytest.warns(
-        UserWarning, match="does not know these settings of the run .* 9.0, .*: from_the_future"
+        UserWarning, match="does not have these settings of the run .* 9.0, .*: from_the_future"
     ):
         write_run_report(run)
 

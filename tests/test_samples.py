@@ -239,8 +239,8 @@ def test_a_run_without_weights_is_refused(tmp_path, monkeypatch):
 def test_an_interrupt_leaves_no_folder(lora, tmp_path, monkeypatch, number, code):
     drawing = publish.sample_run_images
 
-    def interrupted(*given):
-        yield next(drawing(*given))
+    def interrupted(**given):
+        yield next(drawing(**given))
         signal.raise_signal(number)
 
     monkeypatch.setattr(publish, "sample_run_images", interrupted)
@@ -383,7 +383,7 @@ def test_settings_are_json_for_the_hub(lora, tmp_path):
 
 
 def test_sample_warns_of_words_that_the_model_does_not_know(lora, monkeypatch, tmp_path):
-    monkeypatch.setattr(publish, "sample_run", lambda *given: [])
+    monkeypatch.setattr(publish, "sample_run", lambda **given: [])
     said = {
         text: CliRunner()
         .invoke(main.app, ["sample", str(lora), text, "--out", str(tmp_path / "out")])
@@ -391,6 +391,6 @@ def test_sample_warns_of_words_that_the_model_does_not_know(lora, monkeypatch, t
         for text in ("a red castle", "a red star")
     }
     assert (
-        "the model knows no word castle" in said["a red castle"]
+        "the model does not know the word castle" in said["a red castle"]
         and "warning" not in said["a red star"]
     )

@@ -319,7 +319,7 @@ def test_of_two_values_each_is_an_edge():
         ),
         (
             "after: {chunks: steps}",
-            "arm chunks of the study mine cannot go on from steps: `chunks` must stay",
+            "arm chunks of the study mine cannot continue steps: `chunks` must stay",
         ),
     ],
 )

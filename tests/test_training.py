@@ -181,7 +181,7 @@ def test_reward_that_fails(world, tmp_path, reward, words):
         (
             ["reward=tiny_rewards:huge"],
             2,
-            "`reward` must give scores whose mean and spread are finite",
+            "`reward` must return scores with a finite mean and standard deviation",
         ),
         (["reward=tiny_rewards:leaving"], 1, "sys.exit(0) was called"),
     ],
@@ -230,7 +230,7 @@ def test_a_flipped_bit_costs_one_iteration(world, whole, tmp_path):
     (out / "evaluation").mkdir()
     said = run("train", world / "s.yaml", "--out", out, "--no-report", "--resume")
     assert (
-        "000003 is damaged (weights.safetensors is not what was written); the run goes on from 000002"
+        "000003 is damaged (weights.safetensors is not what was written); the run resumes from 000002"
         in said
     )
     assert metrics(out)[4:] == metrics(whole)[4:] and trained(out) == trained(whole)
@@ -442,7 +442,7 @@ def test_a_tracker_that_takes_no_images_gets_the_numbers(world, tmp_path):
     )
     assert done.returncode == 0, done.stderr
     said = done.stdout + (tmp_path / "run/train.log").read_text()
-    assert "trackio gets numbers; images stay in" in said and "FINISHED" in said
+    assert "trackio receives numbers only; images are in" in said and "FINISHED" in said
     assert said.count("LOGGED") == 2
 
 

@@ -162,10 +162,15 @@ FAULTS = {  # body of a class on Method -> the hook, and words of the sentence
         "advantages",
         "must take (scores, weights)",
     ),
-    "objective takes two": (
-        "def objective(self, statistic, advantage):\n    return 3",
+    "objective takes what it took before": (
+        "def objective(self, statistic, advantage, group):\n    return 3",
         "objective",
-        "must take",
+        "must take (terms)",
+    ),
+    "transition_stats takes what it took before": (
+        "def transition_stats(self, v, reference_velocities, target, x, sampler, index):\n    return 3",
+        "transition_stats",
+        "must take (batch)",
     ),
     "replay without anchor": (
         "def replay(self, context, image, index):\n    return 3",
@@ -243,7 +248,7 @@ def test_an_abstract_class_is_one_sentence(tmp_path):
     body = "class Mine(Method, abc.ABC):\n    @abc.abstractmethod\n    def f(self): ...\n"
     (tmp_path / "m.py").write_text(HEAD + body)
     said = refused(tmp_path, method=f"{tmp_path / 'm.py'}:Mine")
-    assert "`__init__` of Mine cannot make it: it is abstract and lacks `f`" in said
+    assert "`__init__` of Mine cannot make it: it is abstract and has no `f`" in said
 
 
 def test_what_a_method_says_of_settings_is_left_as_it_is(tmp_path):

@@ -146,7 +146,7 @@ def test_an_edited_number_is_found_without_any_witness(home):
     spoil(run, "metrics.jsonl")
     done = call("verify", run, "--iterations", 1, cwd=home, XDG_CACHE_HOME=home / "cache")
     assert done.returncode == 1 and "reward_mean of iteration 1: 9.5 in the run" in done.stdout
-    assert "nothing that a run notes is different" in done.stdout
+    assert "the two runs record no other difference" in done.stdout
 
 
 def test_a_run_from_elsewhere_runs_no_rewards(home):

@@ -36,9 +36,12 @@ OverridesArgument = Annotated[
 ]
 RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")]
 TrustOption = Annotated[
-    bool, typer.Option("--trust", help="Load and run what a run from elsewhere names.")
+    bool,
+    typer.Option("--trust", help="Load and run the code that a run from another machine names."),
 ]
-DrawersOption = Annotated[int, typer.Option(min=0, max=1000, help="Processes; 0: as the run had.")]
+DrawersOption = Annotated[
+    int, typer.Option(min=0, max=1000, help="Processes; 0: as many as the run had.")
+]
 
 # %% ../../nbs/14_cli/00_evaluation.ipynb #cd29fb29
 def print_rows(table: list[tuple[str, str]]) -> None:
@@ -62,7 +65,7 @@ def parse_numbers(
     words = [word.strip() for word in text.split(",")] if text.strip() else []
     if not all(re.fullmatch("[0-9]{1,18}", word) and low <= int(word) <= high for word in words):
         raise InputError(
-            f"`{option}` must be whole numbers from {low} to {high} with commas between; got {text!r:.80}"
+            f"`{option}` must be whole numbers from {low} to {high}, separated by commas; got {text!r:.80}"
         )
     return [int(word) for word in words]
 
@@ -120,7 +123,7 @@ def evaluate_with_progress(
     from chunk_grpo.evaluation import evaluate as evaluation  # here, since it imports diffusers
 
     command = shlex.join(["chunk-grpo", "evaluate", str(run), *overrides])
-    with ends_if_interrupted(lambda: f"what is drawn is kept, go on with: {command}"):
+    with ends_if_interrupted(lambda: f"finished images are kept, continue with: {command}"):
         return evaluation.evaluate(run, say, overrides, processes=processes, trust=trust)
 
 
@@ -137,7 +140,9 @@ def evaluate_heldout(
         """Print a line, on the error stream if the standard output holds JSON."""
         typer.echo(printable(text), err=as_json)
 
-    summary = evaluate_with_progress(run, overrides, processes, say, trust)
+    summary = evaluate_with_progress(
+        run=run, overrides=overrides, processes=processes, say=say, trust=trust
+    )
     from chunk_grpo.reporting import reports  # after the evaluation, since it imports matplotlib
 
     print_json(summary) if as_json else print_means(summary)
@@ -204,11 +209,12 @@ def evaluate(
         list[str] | None, typer.Option(metavar="ARM=FOLDER", help="Score these images.")
     ] = None,
     samples: Annotated[
-        int, typer.Option(help="Images a prompt; 0: as the benchmark has it.", min=0, max=10_000)
+        int, typer.Option(help="Images per prompt; 0: as the benchmark has it.", min=0, max=10_000)
     ] = 0,
     processes: DrawersOption = 0,
     rewards: Annotated[
-        str, typer.Option(help="Rewards that score, with commas; those of the run if left out.")
+        str,
+        typer.Option(help="Rewards that score, separated by commas; by default those of the run."),
     ] = "",
     detector: Annotated[
         str, typer.Option(help="GenEval's detector: a converted folder, or a hub id.")
@@ -216,7 +222,7 @@ def evaluate(
     judge_url: Annotated[
         str, typer.Option(help="Judge's OpenAI-compatible address, as http://host:8000/v1.")
     ] = "",
-    judge_model: Annotated[str, typer.Option(help="The judge's name there.")] = "",
+    judge_model: Annotated[str, typer.Option(help="The judge's name on that server.")] = "",
     judge_key: Annotated[
         str, typer.Option(metavar="VARIABLE", help="Environment variable with its key.")
     ] = "",
@@ -239,7 +245,9 @@ def evaluate(
     if run is not None and not images:
         check_trust(run, trust, overrides or ())
     if not benchmark:
-        return evaluate_heldout(run, overrides or (), processes, as_json, trust)
+        return evaluate_heldout(
+            run=run, overrides=overrides or (), processes=processes, as_json=as_json, trust=trust
+        )
     from chunk_grpo.evaluation import benchmarks, judge  # these here, since they import torch
     from chunk_grpo.reporting.reports import write_report
     from chunk_grpo.reward_serving import placement
@@ -266,7 +274,15 @@ def evaluate(
                     f"`--images` must be ARM=FOLDER with a folder that exists; got {arm}={folder}"
                 )
         scorers = {name: placement.load_placed_reward(name) for name in reward_names}
-        benchmarks.score_benchmark(task, folders, scores_folder, source, scorers, tools, typer.echo)
+        benchmarks.score_benchmark(
+            what=task,
+            arms=folders,
+            out=scores_folder,
+            source=source,
+            scorers=scorers,
+            tools=tools,
+            say=typer.echo,
+        )
     else:
         # Sample the benchmark's images with the run's weights, and score them.
         scores_folder = benchmarks.run_benchmark(
@@ -288,12 +304,20 @@ def evaluate(
         typer.echo(f"report: {page}")
 
 # %% ../../nbs/14_cli/00_evaluation.ipynb #d397eb1e
-@evaluation_app.command(epilog=examples("reward-env hpsv3"))
-def reward_env(name: Annotated[str, typer.Argument(help="Such as hpsv3.")]):
+@evaluation_app.command(
+    epilog=examples("reward-env hpsv3", "reward-env my_reward.txt", "reward-env mine easyocr torch")
+)
+def reward_env(
+    name: Annotated[str, typer.Argument(help="hpsv3, a requirements file, or a new name.")],
+    packages: Annotated[
+        list[str] | None, typer.Argument(help="Packages, if the name is a new one.")
+    ] = None,
+):
     """Make a reward's own environment; minutes, once."""
     from chunk_grpo.reward_serving import placement  # here, since it imports torch
 
-    placement.create_environment(name, typer.echo)
+    folder = placement.create_environment(name, typer.echo, packages=packages or ())
+    typer.echo(f"in reward_options: environment: {folder if packages else name}")
 
 # %% ../../nbs/14_cli/00_evaluation.ipynb #8758c9b6
 @evaluation_app.command(
@@ -307,14 +331,16 @@ def serve_reward(
     token: Annotated[
         str, typer.Option(metavar="VARIABLE", help="Environment variable with the token.")
     ] = "",
-    max_images: Annotated[int, typer.Option(help="Most images in a request.")] = 256,
-    max_bytes: Annotated[int, typer.Option(help="Most bytes of a request.")] = 512_000_000,
+    max_images: Annotated[int, typer.Option(help="Largest number of images in a request.")] = 256,
+    max_bytes: Annotated[
+        int, typer.Option(help="Largest size of a request in bytes.")
+    ] = 512_000_000,
 ):
     """Serve a reward over HTTP until it is stopped."""
     secret = os.environ.get(token) if token else None
     if token and not secret:
         raise InputError(
-            f"token: the environment variable {token} is empty; allowed is one that holds the token."
+            f"token: the environment variable {token} is empty; it must hold the token."
         )
     from chunk_grpo.reward_serving import placement, server  # here, since it imports torch
 
@@ -325,12 +351,12 @@ def serve_reward(
     try:
         limits = server.ServerLimits(max_images, max_bytes)
         server.run_reward_server(
-            name,
-            lambda: placement.load_placed_reward(name, **reward_options),
-            host,
-            port,
-            secret,
-            limits,
+            name=name,
+            load=lambda: placement.load_placed_reward(name, **reward_options),
+            host=host,
+            port=port,
+            token=secret,
+            limits=limits,
         )
     except ValueError as error:
         raise InputError(str(error)) from None
@@ -358,13 +384,16 @@ def _describe_gpus(
 
 
 def _reward_note(
-    needs: dict[str, str],  # hub id: its files, separated by spaces; "or": another way to get them
+    # hub id: its files, separated by spaces; "or": another way to get them; or a text that says all
+    needs: dict[str, str] | str,
 ) -> str:
     """Return whether a reward's weights are ready, or the command that fetches the files missing in the hub's cache."""
     from huggingface_hub import try_to_load_from_cache  # here, since it takes a moment
 
     if not needs:
         return "ready, shipped"
+    if isinstance(needs, str):
+        return needs
     commands = []
     for hub_id, file_names in needs.items():
         if hub_id == "or":
@@ -421,7 +450,7 @@ def doctor(
     prompts: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[LIST]...", help="Lists of prompts: what is read of each, and nothing else."
+            metavar="[LIST]...", help="Lists of prompts: print only what is read of each."
         ),
     ] = None,
     as_json: JsonOption = False,
@@ -467,12 +496,12 @@ def doctor(
     # For each reward, prompt list and benchmark: ready, or the command that fetches it.
     needs = validation.read_yaml_file(Path(chunk_grpo.__file__).parent / "cli/needs.yaml")
     rewards = {name: _reward_note(files) for name, files in needs["rewards"].items()}
-    try:
-        rewards["hpsv3, backend package"] = (
-            f"ready, {placement.environment_python('hpsv3').parents[1]}"
-        )
-    except InputError:
-        rewards["hpsv3, backend package"] = "missing its environment: chunk-grpo reward-env hpsv3"
+    for reward, environment in {"hpsv3, backend package": "hpsv3", "ocr": "ocr"}.items():
+        try:
+            folder = placement.environment_python(environment).parents[1]
+            rewards[reward] = f"ready, {folder}"
+        except InputError:
+            rewards[reward] = f"missing its environment: chunk-grpo reward-env {environment}"
     prompt_lists = needs["prompts"] | {"GenEval": f"MIT, shipped: {GENEVAL_METADATA_FILE}"}
     notes = {"reward": rewards, "prompts": prompt_lists, "benchmark": needs["benchmarks"]}
     requirements = []

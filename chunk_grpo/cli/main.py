@@ -71,7 +71,7 @@ class _Commands(typer.core.TyperGroup):
                 ) from None
             if name in ("config", "settings"):
                 raise InputError(
-                    "`SETTINGS` must come first and without an option, as in chunk-grpo "
+                    "`SETTINGS` must come first, without an option name, as in chunk-grpo "
                     f"{ctx.invoked_subcommand} my.yaml; got {option}"
                 ) from None
             raise
@@ -101,7 +101,7 @@ ProcessesOption = Annotated[
     int | None,
     typer.Option(
         help="Processes that share every iteration and divide its "
-        "prompts; what suits run and machine if left out."
+        "prompts; by default, what suits the run and the machine."
     ),
 ]
 
@@ -193,7 +193,7 @@ def plan(
     overrides: OverridesArgument = None,
     processes: ProcessesOption = None,
     rate: Annotated[
-        float, typer.Option(help="TFLOP/s of one process; measured on this machine if left out.")
+        float, typer.Option(help="TFLOP/s of one process; by default measured on this machine.")
     ] = 0.0,
     device: Annotated[
         str, typer.Option(help="A device such as h200 or rtx4090: memory and time on it.")
@@ -201,12 +201,13 @@ def plan(
     share: Annotated[
         float | None,
         typer.Option(
-            help="Part of the device's rate that is reached; left out: what was "
+            help="Part of the device's rate that is reached; by default what was "
             "measured on it, or 0.3."
         ),
     ] = None,
     run: Annotated[
-        Path | None, typer.Option(help="A run whose measured seconds stand beside the prediction.")
+        Path | None,
+        typer.Option(help="A run whose measured seconds are shown next to the prediction."),
     ] = None,
     as_json: JsonOption = False,
 ):
@@ -281,9 +282,16 @@ def plan(
     speed = speed or 1.0
 
     tables = {
-        "counted": planning.describe_counts(run_settings, processes, counts, not is_foreign),
+        "counted": planning.describe_counts(
+            settings=run_settings, processes=processes, counts=counts, show_prompts=not is_foreign
+        ),
         estimated: planning.describe_estimates(
-            run_settings, speed, processes, counts, device, share
+            settings=run_settings,
+            rate=speed,
+            processes=processes,
+            counts=counts,
+            device=device,
+            share=share,
         ),
     }
     if run:
@@ -295,14 +303,20 @@ def plan(
             f"its settings differ in {changed}"
         )
         tables[measured] = planning.describe_measured(
-            run_settings, metrics, speed, run_info["processes"], counts
+            settings=run_settings,
+            lines=metrics,
+            rate=speed,
+            processes=run_info["processes"],
+            counts=counts,
         )
 
     if as_json:
         rows = {
             title: {name.strip(): text for name, text in table} for title, table in tables.items()
         }
-        numbers = planning.estimate_numbers(run_settings, speed, processes, counts)
+        numbers = planning.estimate_numbers(
+            settings=run_settings, rate=speed, processes=processes, counts=counts
+        )
         return print_json({"rows": rows, "numbers": numbers})
     for title, table in tables.items():
         if title != "counted":
@@ -369,7 +383,7 @@ def _finish_training(run: Path, report: bool) -> None:
             evaluate_with_progress(run)
         except InputError as error:
             typer.echo(
-                f"chunk-grpo: {error}\nthe training is finished, its evaluation is not; go on with: "
+                f"chunk-grpo: {error}\ntraining has finished, but its evaluation has not; continue with: "
                 f"{shlex.join(['chunk-grpo', 'evaluate', str(run)])}",
                 err=True,
             )
@@ -395,7 +409,7 @@ class _TrainCommand(typer.core.TyperCommand):
     cls=_TrainCommand,
     epilog=examples(
         "train pocket/tiny seed=1 --out runs/one",
-        "train pocket/demo --out runs/one --resume auto",
+        "train pocket/tiny seed=1 --out runs/one --resume auto",
         "train pocket/demo iterations=200 --no-report",
     ),
 )
@@ -403,13 +417,13 @@ def train(
     source: SettingsArgument,
     overrides: OverridesArgument = None,
     out: Annotated[
-        Path | None, typer.Option(help="The run folder; a new one under ./runs if left out.")
+        Path | None, typer.Option(help="The run folder; by default a new one under ./runs.")
     ] = None,
     resume: Annotated[
         str,
         typer.Option(
             metavar="[auto]",
-            help="Go on with the run in --out; with auto, start it if there is none.",
+            help="Resume the run in --out; with auto, start it if there is none.",
             show_default=False,
         ),
     ] = "",
@@ -421,7 +435,7 @@ def train(
         int, typer.Option(envvar="SLURM_NODEID", help="Number of this machine, 0 the first.")
     ] = 0,
     rendezvous: Annotated[
-        str, typer.Option(metavar="HOST:PORT", help="The first machine and a free port of it.")
+        str, typer.Option(metavar="HOST:PORT", help="The first machine and a free port on it.")
     ] = "",
     max_restarts: Annotated[
         int, typer.Option(help="Restarts from a checkpoint when a process fails.", min=0)
@@ -430,7 +444,7 @@ def train(
         list[str] | None,
         typer.Option(
             metavar="FILE.PY:NAME",
-            help="A function or Callback of yours that gets each line of metrics; may be repeated.",
+            help="Your function or Callback that gets each line of metrics; may be repeated.",
         ),
     ] = None,
     report: Annotated[
@@ -480,7 +494,7 @@ def train(
             words += ["--resume", "auto"]
         elif run_folder.holds_run(folder):
             words.append("--resume")
-        return f"go on with: {shlex.join(words)}"
+        return f"continue with: {shlex.join(words)}"
 
     with ends_if_interrupted(resume_command):
         run = launch.train(
@@ -515,13 +529,15 @@ def study(
     ],
     processes: Annotated[
         int | None,
-        typer.Option(max=10_000, help="Runs at once; one a GPU or one a core if left out."),
+        typer.Option(
+            max=10_000, help="Runs at the same time; by default one per GPU, or one per core."
+        ),
     ] = None,
     out: Annotated[
         Path | None,
         typer.Option(
-            help="Folder of its runs, runs/studies/NAME if left out; rows of the "
-            "folders beside it, in their results.jsonl, are taken too."
+            help="Folder of its runs, by default runs/studies/NAME; finished trials in the "
+            "results.jsonl of sibling folders are reused."
         ),
     ] = None,
     arms: Annotated[str, typer.Option(help="Only these arms, such as steps,chunks.")] = "",
@@ -533,7 +549,7 @@ def study(
         str,
         typer.Option(
             metavar="ADDRESS",
-            help="Hand the runs to a Ray cluster that shares the folder: "
+            help="Run the trials on a Ray cluster that shares the folder: "
             "auto, HOST:PORT or ray://HOST:PORT; all at once without --processes.",
         ),
     ] = "",
@@ -547,13 +563,14 @@ def study(
     unplanned: Annotated[
         bool,
         typer.Option(
-            "--unplanned", help="Begin without a committed plan; marks the rows for ever."
+            "--unplanned", help="Start without a committed plan; the rows record this permanently."
         ),
     ] = False,
     peek: Annotated[
         bool,
         typer.Option(
-            "--peek", help="Print gains before the plan's last trial; marks the rows for ever."
+            "--peek",
+            help="Print gains before the plan's last trial; the rows record this permanently.",
         ),
     ] = False,
     new: Annotated[
@@ -576,20 +593,22 @@ def study(
 
     if new:
         folder = design.write_new_study(name, split_commas(arms), base)
-        return typer.echo(f"edit and commit {folder}/study.yaml, which says how to go on")
+        return typer.echo(f"edit and commit {folder}/study.yaml, which lists the next steps")
     rows = [row for file in known or [] for row in files.read_json_lines(file)]
     with ends_if_interrupted(lambda: "the same command goes on"):
         if tune:
-            return pilot.tune_study(name, out, processes, rows, typer.echo)
+            return pilot.tune_study(
+                source=name, out=out, processes=processes, known=rows, say=typer.echo
+            )
         with ray_cluster.ray_pool(ray) if ray else contextlib.nullcontext() as pool:
             finished = trials.run_study(
-                name,
-                out,
-                processes,
-                split_commas(arms),
-                numbers,
-                rows,
-                typer.echo,
+                source=name,
+                out=out,
+                processes=processes,
+                arms=split_commas(arms),
+                seeds=numbers,
+                known=rows,
+                say=typer.echo,
                 pool=pool,
                 unplanned=unplanned,
                 peek=peek,

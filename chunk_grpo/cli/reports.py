@@ -43,8 +43,11 @@ def report(run: RunArgument):
 @reports_app.command(epilog=examples("watch runs/one", "watch runs/one --every 10"))
 def watch(
     run: RunArgument,
-    every: Annotated[
-        float, typer.Option(help="Seconds between two looks.", min=0.05, max=3600)
+    interval: Annotated[
+        float,
+        typer.Option(
+            "--every", help="Seconds between two reads of the run's files.", min=0.05, max=3600
+        ),
     ] = 1.0,
 ):
     """Follow a run that goes on elsewhere."""
@@ -55,7 +58,7 @@ def watch(
         status = watch_run(
             run,
             lambda line, settings: typer.echo(format_progress(line, settings.iterations)),
-            every,
+            interval,
         )
     typer.echo(f"the run is {status}")
     raise typer.Exit(int(status != "finished"))
@@ -67,9 +70,9 @@ def watch(
 def lab(
     run: RunArgument,
     options: Annotated[
-        list[str] | None, typer.Argument(metavar="[-- OPTION]...", help="JupyterLab's own.")
+        list[str] | None, typer.Argument(metavar="[-- OPTION]...", help="Options of JupyterLab.")
     ] = None,
-    folder: Annotated[Path, typer.Option(help="Where the notebook is to lie.")] = Path(),
+    folder: Annotated[Path, typer.Option(help="Folder of the notebook.")] = Path(),
 ):
     """Open a run's widgets in JupyterLab."""
     # Here, since it imports torch.
@@ -97,7 +100,7 @@ def output_page(text: str) -> str:
     page = output_file("out", text)
     if page.suffix == ".ipynb":
         raise InputError(
-            f"`--out` must be a page such as compare.html, beside which its notebook lies; got {text}"
+            f"`--out` must be a page such as compare.html, next to which its notebook is written; got {text}"
         )
     files.check_writable(page.with_suffix(".ipynb"), "`--out`", file=True)
     return text
@@ -117,6 +120,8 @@ def compare(
     from chunk_grpo.reporting import reports  # here, since it imports torch
 
     table = reports.compare_runs(run)
+    if differences := reports.describe_evaluation_differences(run):
+        typer.echo(f"{differences}\n")
     labels = table.drop_duplicates("label")
     print_rows([(row.label, f"{row.run}, {row.group}") for row in labels.itertuples()])
     columns = [
@@ -130,9 +135,7 @@ def compare(
         "hybrid_delta",
         "as_trained_delta",
     ]
-    typer.echo(
-        f"\n{table[columns].to_string(index=False, na_rep='')}\n{reports.describe_evaluation_differences(run)}"
-    )
+    typer.echo(f"\n{table[columns].to_string(index=False, na_rep='')}\n")
     page = reports.write_report("compare", out, runs=[str(folder) for folder in run])
     typer.echo(f"report: {page}")
 
@@ -146,11 +149,11 @@ def tables(
     ] = None,
     out: PageOption = "tables.html",
     arm: Annotated[
-        str, typer.Option(help="Weights beside the paper's: hybrid or plain.")
+        str, typer.Option(help="Weights shown next to the paper's: hybrid or plain.")
     ] = "hybrid",
     prompts: Annotated[str, typer.Option(help="Benchmark of Tables 1, 3 and 4.")] = "hpd-test400",
     steps: Annotated[
-        int, typer.Option(help="Sampling steps of the runs, but for Table 3.", min=2)
+        int, typer.Option(help="Sampling steps of the runs, except for Table 3.", min=2)
     ] = 17,
     name: Annotated[
         list[str] | None, typer.Option(metavar="THEIRS=OURS", help="A reward's name here.")
@@ -195,7 +198,9 @@ def profile(
     run: Annotated[
         Path | None, typer.Option(help="A finished run; its trained weights are measured too.")
     ] = None,
-    prompts: Annotated[int, typer.Option(help="Training prompts to draw.", min=1, max=10_000)] = 8,
+    prompts: Annotated[
+        int, typer.Option(help="Training prompts to sample.", min=1, max=10_000)
+    ] = 8,
     images: Annotated[
         int, typer.Option(help="Images of each prompt, each from its own seed.", min=1, max=10_000)
     ] = 2,
@@ -212,7 +217,9 @@ def profile(
     if not (source or run):
         raise InputError("`profile` needs settings or a run in `--run`; got neither")
     numbers_file = "" if json is None else str(output_file("json", json))
-    step_counts = list(dict.fromkeys(parse_numbers("--steps", steps, 2, 10_000)))  # each once
+    step_counts = list(
+        dict.fromkeys(parse_numbers(option="--steps", text=steps, low=2, high=10_000))
+    )  # each once
     changes = list(overrides or ())
     if run and source:  # with --run the first argument is a change too
         changes.insert(0, source)
@@ -247,7 +254,7 @@ def profile(
 def verify(
     run: RunArgument,
     iterations: Annotated[
-        int, typer.Option(help="Iterations to do again.", min=1, max=1_000_000)
+        int, typer.Option(help="Iterations to repeat.", min=1, max=1_000_000)
     ] = 2,
     processes: DrawersOption = 0,
     trust: TrustOption = False,
@@ -259,7 +266,9 @@ def verify(
     check_trust(run, trust, doing="verifying")
     with ends_if_interrupted():
         progress = None if as_json else launch.print_progress
-        result = verifying.verify_run(run, iterations, processes, progress, trust)
+        result = verifying.verify_run(
+            run=run, iterations=iterations, processes=processes, on_log=progress, trust=trust
+        )
     if as_json:
         print_json(result)
     else:
@@ -276,23 +285,23 @@ def verify(
 def sample(
     run: RunArgument,
     prompt: Annotated[
-        list[str] | None, typer.Argument(metavar="[PROMPT]...", help="Texts to draw.")
+        list[str] | None, typer.Argument(metavar="[PROMPT]...", help="Prompts to sample.")
     ] = None,
     prompts: Annotated[
-        Path | None, typer.Option(help="A file with a prompt a line, in place of words.")
+        Path | None, typer.Option(help="A file with one prompt per line, instead of words.")
     ] = None,
     arm: Annotated[
         str,
         typer.Option(
             help="base, plain (or trained), hybrid, base-as-trained, as-trained; with commas. "
-            "The first three if left out."
+            "By default the first three."
         ),
     ] = "",
     seed: Annotated[
-        str, typer.Option(help="Seeds, such as 0,1; that of the run's evaluation if left out.")
+        str, typer.Option(help="Seeds, such as 0,1; by default that of the run's evaluation.")
     ] = "",
     steps: Annotated[
-        int | None, typer.Option(help="Euler steps; as in the run's evaluation if left out.")
+        int | None, typer.Option(help="Euler steps; by default as in the run's evaluation.")
     ] = None,
     split: Annotated[
         int | None, typer.Option(help="Step at which the base takes over in hybrid.")
@@ -301,7 +310,7 @@ def sample(
         str | None, typer.Option(help="Pixels: a side, or HEIGHT,WIDTH.", metavar="PIXELS")
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="A new folder; one under ./samples if left out.")
+        Path | None, typer.Option(help="A new folder; by default one under ./samples.")
     ] = None,
     trust: TrustOption = False,
 ):
@@ -323,7 +332,7 @@ def sample(
     unknown = inputs.unknown_words(model_folder, texts)
     if unknown:
         typer.echo(
-            f"warning: the model knows no word {', '.join(unknown)}; it draws the rest of the prompt",
+            f"warning: the model does not know the word {', '.join(unknown)}; it draws the rest of the prompt",
             err=True,
         )
 
@@ -339,7 +348,14 @@ def sample(
     changes = [f"{field}={value}" for field, value in options.items() if value is not None]
     with ends_if_interrupted(lambda: "no folder was made"), machine.raise_on_sigterm():
         images = publish.sample_run(
-            run, texts, split_commas(arm) or [], seeds, out, changes, typer.echo, trust
+            run=run,
+            prompts=texts,
+            arms=split_commas(arm) or [],
+            seeds=seeds,
+            out=out,
+            changes=changes,
+            say=typer.echo,
+            trust=trust,
         )
     typer.echo(f"images: {len(images)}, in {out}\nsheet: {out / 'contact-sheet.png'}")
 
@@ -375,7 +391,7 @@ def export(
     check_trust(run, trust, doing="exporting", rewards_too=False)
     if push_to_hub:
         publish.check_hub_login(push_to_hub)
-    exported = publish.export_run(run, folder, trust, layout)
+    exported = publish.export_run(run=run, folder=folder, trust=trust, layout=layout)
     typer.echo(f"card: {exported / 'README.md'}")
     if push_to_hub:
         typer.echo(f"uploaded: {publish.push_to_hub(exported, push_to_hub, private=not public)}")

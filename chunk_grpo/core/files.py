@@ -281,6 +281,7 @@ class RunInfo(TypedDict, total=False):
     run_id: str  # unique to this run
     model_sha256: str
     prompts_sha256: str
+    records_sha256: str  # if a list of prompts has records with more than prompts
     code: dict[str, dict[str, str]]  # code files that the settings name, of `user_code.find_code`
     inputs: dict[str, str]  # cheap fingerprints of model and prompts, to see whether they changed
     processes: Annotated[int, Field(ge=1)]

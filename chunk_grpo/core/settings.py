@@ -601,8 +601,14 @@ REWARD_LOADERS = {  # name -> module:function that loads it
     "pickscore": "chunk_grpo.rewards.clip_score:load_pickscore",
     "clip": "chunk_grpo.rewards.clip_score:load_clip_score",
     "imagereward": "chunk_grpo.rewards.image_reward:load_imagereward",
+    "hpsv21": "chunk_grpo.rewards.clip_score:load_hpsv21",
+    "aesthetic": "chunk_grpo.rewards.clip_score:load_aesthetic",
+    "geneval": "chunk_grpo.evaluation.geneval:load_geneval_reward",
+    "vlm-judge": "chunk_grpo.evaluation.judge:load_judge_reward",
+    "unifiedreward": "chunk_grpo.evaluation.judge:load_unifiedreward",
+    "ocr": "chunk_grpo.reward_serving.ocr:load_ocr",
 }
-EMBEDDING_REWARDS = ("pocket-clip", "clip", "pickscore")  # those with `embed(images)`
+EMBEDDING_REWARDS = ("pocket-clip", "clip", "pickscore", "hpsv21")  # those with `embed(images)`
 REWARD_PLACES = ("url", "environment", "worker")  # options that let a reward run elsewhere
 TRACKERS = (  # those of accelerate
     "aim",
@@ -1138,6 +1144,13 @@ def _check_choices(settings: "Settings") -> None:
     )
     _require(
         settings,
+        "lora_targets",
+        settings.lora_rank or not settings.lora_targets,
+        "be empty without an adapter (`lora_rank` 0)",
+        value=", ".join(settings.lora_targets)[:80],
+    )
+    _require(
+        settings,
         "lora_start",
         settings.lora_rank or not settings.lora_start,
         "be empty without an adapter (`lora_rank` 0)",
@@ -1471,7 +1484,7 @@ def list_presets() -> list[str]:  # such as "pocket/demo"
 
 
 def find_settings_file(source: str | Path) -> Path:
-    """Return the settings file at a path or of a preset; raise InputError with the most similar preset if there is none."""
+    """Return the path of a settings file or of a preset; raise InputError that suggests a preset if there is none."""
     for path in (Path(source), PRESETS_DIR / f"{source}.yaml"):
         if path.is_file():
             return path

@@ -223,7 +223,7 @@ def t_intervals(
 
 # %% ../../nbs/02_core/03_statistics.ipynb #438e8ba5
 def claim_verdict(
-    found: Mapping,  # an interval with `lo` and `hi`; NaN or None if there is only one seed
+    interval: Mapping,  # an interval with `lo` and `hi`; NaN or None if there is only one seed
     direction: str,  # what is claimed: above, below or equal
     smallest: float = 0.0,  # the smallest effect of interest, from 0
     p: float = 0.0,  # of the claim, after Holm's correction
@@ -232,7 +232,7 @@ def claim_verdict(
 
     Raises InputError if the direction is none of the three, or if equality is claimed without a smallest effect.
     """
-    lo, hi = found["lo"], found["hi"]
+    lo, hi = interval["lo"], interval["hi"]
     is_equality = direction == "equal"
     is_direction = direction in ("above", "below", "equal")
     if not is_direction or smallest < 0 or (is_equality and not smallest > 0):

@@ -229,7 +229,7 @@ def code_keys(settings: Settings) -> list[str]:  # such as "method: my_method.py
 def code_hashes(
     settings: Settings,
 ) -> dict[str, str]:  # key of `find_code` -> sha256; empty without user code
-    """Return the hashes of the code that settings name, which do not depend on the folder it lies in."""
+    """Hash the code that settings name; the hashes do not depend on the folder of the code."""
     return {key: code_file["sha256"] for key, code_file in find_code(settings).items()}
 
 

@@ -38,7 +38,11 @@ from chunk_grpo.evaluation.evaluate import (
     evaluation_settings,
 )
 from .evaluate import ode_arms, summarise_evaluation
-from ..models.inputs import read_prompts, split_prompt_column
+from chunk_grpo.models.inputs import (
+    read_prompts,
+    read_prompts_with_records,
+    split_prompt_column,
+)
 from ..reward_serving import placement
 from ..rewards import rewards
 from ..runs.run_folder import check_run_inputs, check_trust, run_origin
@@ -74,7 +78,12 @@ class BenchmarkTask:
     samples: int  # images per prompt
     kinds: tuple[str, ...] = ()  # category of each prompt; empty: none
     names: tuple = ()  # of the images' files, one per prompt; empty: numbered
-    records: tuple[dict, ...] = ()  # GenEval's metadata; if given, the files have GenEval's layout
+    records: tuple[dict, ...] = ()  # of the prompts, for rewards; of GenEval its metadata
+
+    @property
+    def is_geneval(self) -> bool:
+        """Return whether the files have GenEval's layout and its detector scores them."""
+        return self.name == "geneval"
 
     def file(
         self,
@@ -82,7 +91,7 @@ class BenchmarkTask:
         sample: int,  # number of the image among those of the prompt
     ) -> Path:
         """Return the path of an image in the folder of its arm."""
-        if self.records:
+        if self.is_geneval:
             return Path(geneval.GENEVAL_LAYOUT.format(prompt=prompt, sample=sample))
         if self.names:
             return Path(f"{self.names[prompt]}.png")
@@ -144,13 +153,16 @@ def load_benchmark_task(
             f"{name!r}"
         )
     if name in _SOURCES:
-        return BenchmarkTask(name, tuple(read_prompts(str(source), "`source`")), samples or 1)
+        prompts, records = read_prompts_with_records(str(source), "`source`")
+        return BenchmarkTask(name, tuple(prompts), samples or 1, records=tuple(records))
     if source is not None:
         raise InputError(
-            f"`source` must be left out where `benchmark` is a list, {name}; got {str(source)!r}"
+            f"`source` must be left out if `benchmark` is a list of prompts, {name}; got {str(source)!r}"
         )
-    prompts = read_prompts(name, "`benchmark`")
-    return BenchmarkTask(_list_name(listed, column), tuple(prompts), samples or 1)
+    prompts, records = read_prompts_with_records(name, "`benchmark`")
+    return BenchmarkTask(
+        _list_name(listed, column), tuple(prompts), samples or 1, records=tuple(records)
+    )
 
 
 def _list_name(
@@ -200,8 +212,8 @@ def prepare_benchmark(
     for name, value in read_json(file).items():
         if manifest.get(name) != value:
             raise InputError(
-                f"`out`: the images in {out} were drawn with {name} {value!r}, not {manifest.get(name)!r}; "
-                f"remove the folder to draw them again"
+                f"`out`: the images in {out} were sampled with {name} {value!r}, not {manifest.get(name)!r}; "
+                f"remove the folder to sample them again"
             )
     return settings, arms
 
@@ -234,7 +246,9 @@ def sample_benchmark(
                 pixels = samples.permute(0, 2, 3, 1).numpy()
                 images = VaeImageProcessor.numpy_to_pil(pixels)
                 for image, (prompt, sample) in zip(images, batch, strict=True):
-                    _write_image(what, folder, prompt, sample, image)
+                    _write_image(
+                        what=what, folder=folder, prompt=prompt, sample=sample, image=image
+                    )
                 done = low + len(batch)
                 progress = progress_text(
                     done=done,
@@ -254,8 +268,10 @@ def _write_image(
     image: Image.Image,
 ) -> None:
     """Write an image to its file; in GenEval's layout with its metadata."""
-    if what.records:
-        geneval.write_geneval_image(folder, prompt, sample, what.records[prompt], image)
+    if what.is_geneval:
+        geneval.write_geneval_image(
+            folder=folder, prompt=prompt, sample=sample, record=what.records[prompt], image=image
+        )
         return
     with atomic_write(folder / what.file(prompt, sample)) as temporary:
         image.save(temporary, "PNG")
@@ -270,7 +286,8 @@ def _score_with_rewards(
 ) -> list[dict]:
     """Score all images that have no score yet; return the records of all, arm by arm.
 
-    Raise InputError if the folder has scores of other rewards.
+    If a reward takes the records of prompts, a changed record means another score. If one compares the images of a
+    prompt, they are scored together. Raise InputError if the folder has scores of other rewards.
     """
     file = Path(out) / "scores.jsonl"
     places = what.places()
@@ -284,6 +301,13 @@ def _score_with_rewards(
             f"remove it or name another folder"
         )
 
+    inputs = {key for scorer in scorers.values() for key in rewards.extra_inputs(scorer)}
+    # hash of each prompt's record, which decides the scores only if a reward takes records
+    prompt_hashes = {}
+    if "records" in inputs:
+        for p, record in enumerate(what.records):
+            text = json.dumps(record, sort_keys=True, default=str)
+            prompt_hashes[p] = hashlib.sha256(text.encode()).hexdigest()
     for arm, folder in arms.items():
         files = {place: Path(folder) / what.file(*place) for place in places}
         hashes = {place: sha256_of(image) for place, image in files.items()}
@@ -291,13 +315,26 @@ def _score_with_rewards(
             place
             for place in places
             if records.get((arm, *place), {}).get("image_sha256") != hashes[place]
+            or records[arm, *place].get("record_sha256") != prompt_hashes.get(place[0])
         ]
-        for low in range(0, len(unscored), batch_size):
-            batch = unscored[low : low + batch_size]
+        groups = None
+        if "groups" in inputs:
+            changed = {p for p, _ in unscored}
+            unscored = [place for place in places if place[0] in changed]
+            groups = [p for p, _ in unscored]
+        for part in rewards.batch_slices(len(unscored), batch_size, groups):
+            batch = unscored[part]
             images = [Image.open(files[place]).convert("RGB") for place in batch]
             texts = [what.prompts[p] for p, _ in batch]
             scores = {
-                name: rewards.score_images(name, scorer, images, texts).tolist()
+                name: rewards.score_images(
+                    name,
+                    scorer,
+                    images,
+                    texts,
+                    records=[what.records[p] for p, _ in batch] if what.records else None,
+                    groups=[p for p, _ in batch],
+                ).tolist()
                 for name, scorer in scorers.items()
             }
             for i, (p, n) in enumerate(batch):
@@ -311,10 +348,11 @@ def _score_with_rewards(
                     "category": dict.fromkeys(scorers, what.kinds[p]) if what.kinds else {},
                     "scores": {name: values[i] for name, values in scores.items()},
                 }
+                if p in prompt_hashes:
+                    record["record_sha256"] = prompt_hashes[p]
                 records[arm, p, n] = record
                 append_json_line(file, record)
-            done = min(low + batch_size, len(unscored))
-            say(f"{what.name}, {arm}: {done} of {len(unscored)} images scored")
+            say(f"{what.name}, {arm}: {part.stop} of {len(unscored)} images scored")
     return [records[arm, *place] for arm in arms for place in places]
 
 # %% ../../nbs/10_evaluation/05_benchmarks.ipynb #b0b68202
@@ -395,13 +433,13 @@ def _check_scoring_tools(
             raise InputError(f"`judge` must have an address and a model for {what.name}; got none")
         tools["judge"].api_key()
         judged.read_rubric(tools.get("rubric"))
-    elif what.records and not tools.get("detector"):
+    elif what.is_geneval and not tools.get("detector"):
         raise InputError(
             "`detector` must be the folder of tools/convert_detector.py for GenEval, or "
             "facebook/mask2former-swin-small-coco-instance, which is not official; got nothing"
         )
-    elif not what.records and not scorers:
-        raise InputError(f"`rewards` must name what scores {what.name}; got none")
+    elif not what.is_geneval and not scorers:
+        raise InputError(f"`rewards` must name the rewards that score {what.name}; got none")
 
 
 def _score_with_geneval(
@@ -452,7 +490,7 @@ def score_benchmark(
     """
     tools = tools or {}
     _check_scoring_tools(what, tools, scorers)
-    rewards.check_prompts(scorers or {}, what.prompts, "`benchmark`")
+    rewards.check_prompts(scorers or {}, what.prompts, "`benchmark`", what.records or None)
     for arm, folder in arms.items():
         if missing := what.missing(folder):
             raise InputError(
@@ -475,11 +513,13 @@ def score_benchmark(
         summary = judged.evaluate_dpg(
             file=Path(source), images=arms, judge=tools["judge"], out=answers, say=say
         )
-    elif what.records:
-        summary = _score_with_geneval(what, arms, out, tools, say)
+    elif what.is_geneval:
+        summary = _score_with_geneval(what=what, arms=arms, out=out, tools=tools, say=say)
     else:
         summary = {
-            "rewards": summarise_evaluation(_score_with_rewards(what, arms, scorers, out, say))
+            "rewards": summarise_evaluation(
+                _score_with_rewards(what=what, arms=arms, scorers=scorers, out=out, say=say)
+            )
         }
 
     measures = list(summary["rewards"]) if "rewards" in summary else [what.name]
@@ -556,7 +596,7 @@ def run_benchmark(
         dict.fromkeys([*setting.reward_weights(settings), *settings.eval_rewards])
     )
     scorers = None
-    if what.name not in ("wise", "dpg") and not what.records:
+    if what.name not in ("wise", "dpg") and not what.is_geneval:
         scorers = {
             n: placement.load_placed_reward(
                 n, use_working_folder, **settings.reward_options.get(n, {})
@@ -564,8 +604,8 @@ def run_benchmark(
             for n in names
         }
     _check_scoring_tools(what, tools or {}, scorers)
-    rewards.check_prompts(scorers or {}, what.prompts, "`benchmark`")
-    if what.records:
+    rewards.check_prompts(scorers or {}, what.prompts, "`benchmark`", what.records or None)
+    if what.is_geneval:
         detector.load_detector(tools["detector"])
         detector.load_colour_classifier(tools.get("clip") or detector.GENEVAL_CLIP_ID)
 

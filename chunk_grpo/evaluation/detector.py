@@ -37,7 +37,7 @@ def load_detector(
         config = Mask2FormerConfig.from_pretrained(name)
         if config.num_labels != 80:
             raise InputError(
-                f"`detector` must know the 80 classes of COCO; {str(name)!r} knows {config.num_labels}"
+                f"`detector` must detect the 80 classes of COCO; {str(name)!r} detects {config.num_labels}"
             )
         model = Mask2FormerForUniversalSegmentation.from_pretrained(name, dtype=torch.float32)
     except (OSError, ValueError) as error:  # the hub's errors are either

@@ -51,12 +51,12 @@ def ode_arms(
 
 def split_sweep_arms(
     settings: setting.Settings,
-    every: int = 5,  # steps between two splits
+    spacing: int = 5,  # steps between two splits
 ) -> dict[str, int | None]:  # arm -> split for `sample_arm_images`
     """Return arms at regularly spaced splits: base, split-05, split-10 and so on, plain."""
-    if type(every) is not int or every < 1:
-        raise InputError(f"`every` must be a whole number of steps from 1; got {every!r}")
-    splits = {f"split-{step:02d}": step for step in range(every, settings.eval_steps, every)}
+    if type(spacing) is not int or spacing < 1:
+        raise InputError(f"`spacing` must be a whole number of steps from 1; got {spacing!r}")
+    splits = {f"split-{step:02d}": step for step in range(spacing, settings.eval_steps, spacing)}
     return {"base": 0, **splits, "plain": None}
 
 
@@ -250,7 +250,7 @@ def preservation_rates(
     if not before or before.keys() != after.keys():
         raise InputError(
             f"`records` must hold the same images of {against} and {arm}; got {len(before)} images of "
-            f"the one and {len(after)} of the other"
+            f"{against} and {len(after)} of {arm}"
         )
     readers = {
         "objects": lambda r: r.get("objects", {}).get(name, ()),
@@ -293,7 +293,7 @@ def summarise_evaluation(records: Sequence[Mapping]) -> dict[str, dict]:  # by r
         counts = sorted({*Counter((r["arm"], r["prompt_index"]) for r in records).values()})
         if len(counts) > 1:
             raise InputError(
-                f"`records` must hold equally many images of every prompt; got {counts[0]} to "
+                f"`records` must hold the same number of images for every prompt; got {counts[0]} to "
                 f"{counts[-1]}"
             )
 
@@ -340,7 +340,7 @@ def check_evaluation_changes(
     for name in setting.diff_settings(trained_with, settings):
         if name not in _EVALUATION_CHANGEABLE_FIELDS:
             raise InputError(
-                f"`{name}` cannot be changed in an evaluation; what can is "
+                f"`{name}` cannot be changed in an evaluation; these can: "
                 f"{', '.join(_EVALUATION_CHANGEABLE_FIELDS)}"
             )
 
@@ -431,7 +431,13 @@ def evaluate(
                 "folder": str(folder),
                 "trust": trust,
             }
-            share_out("evaluation", "chunk_grpo.runs.run_images:draw_share", order, count, watch)
+            share_out(
+                what="evaluation",
+                draw="chunk_grpo.runs.run_images:draw_share",
+                given=order,
+                count=count,
+                watch=watch,
+            )
         elif missing:
             draw_share(run, settings, arms, folder, watch=watch, trust=trust)
 

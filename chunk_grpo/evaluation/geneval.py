@@ -97,7 +97,7 @@ def read_geneval_prompts(
     path = Path(path or GENEVAL_METADATA_FILE)
     if not path.is_file():
         raise InputError(
-            f"`prompts` must be a file of GenEval's metadata, one line a prompt; {path} is no file"
+            f"`prompts` must be a file of GenEval's metadata, one line per prompt; {path} is not a file"
         )
     data = path.read_bytes()
     if (
@@ -119,14 +119,14 @@ _POSITION_SHARE = 0.1  # share of the boxes' sizes by which one must be off the 
 
 
 def select_objects(
-    found: Sequence[DetectedObject],  # all detections of an image
+    detections: Sequence[DetectedObject],  # all detections of an image
     tag: str,  # of the prompt
 ) -> dict[str, list[DetectedObject]]:  # by class name, the best first
     """Select the objects of an image that count for a prompt with this tag."""
     threshold = np.float32(_COUNTING_THRESHOLD if tag == "counting" else _SCORE_THRESHOLD)
     selected = {}
     for label, name in enumerate(COCO_CLASSES):
-        certain = [o for o in found if o.label == label and np.float32(o.score) > threshold]
+        certain = [o for o in detections if o.label == label and np.float32(o.score) > threshold]
         if certain:
             selected[name] = sorted(certain, key=lambda o: o.score)[::-1][:_MAX_OBJECTS]
     return selected
@@ -222,7 +222,7 @@ def write_geneval_image(
     line = json.dumps(record) + "\n"
     if metadata.is_file() and metadata.read_text(encoding="utf-8") != line:
         raise InputError(
-            f"`folder` must be new; {metadata} is of another prompt than {record['prompt']!r}"
+            f"`folder` must be new; {metadata} belongs to another prompt than {record['prompt']!r}"
         )
     if not metadata.is_file():
         with atomic_write(metadata) as temporary:
@@ -358,7 +358,9 @@ def evaluate_geneval(
         try:
             Image.open(file).close()
         except OSError:
-            raise InputError(f"`images`: {file} is no image; remove it or draw it again") from None
+            raise InputError(
+                f"`images`: {file} is not an image; remove it or sample it again"
+            ) from None
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     model, label = load_detector(detector, device)
     colours = load_colour_classifier(clip, device)

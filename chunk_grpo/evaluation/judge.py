@@ -84,13 +84,13 @@ class Judge:
         if not re.fullmatch("[A-Z][A-Z0-9_]*", self.key_variable):
             raise InputError(
                 "`key_variable` must be the name of an environment variable in capitals, such as "
-                "OPENAI_API_KEY, never the key itself; what came is not shown, since it may be one"
+                "OPENAI_API_KEY, never the key itself; the value is not shown, since it may be a key"
             )
         key = os.environ.get(self.key_variable, "").strip()
         if not key:
             raise InputError(
                 f"`key_variable` must name what holds the judge's key: the environment variable "
-                f"{self.key_variable} is not set or empty. A server that wants no key needs none."
+                f"{self.key_variable} is not set or empty. For a server without a key, leave it out."
             )
         return key
 
@@ -172,7 +172,7 @@ def _ask_once(
         reason = f"status {error.status_code}: {message}"
         if error.status_code not in (408, 429) and error.status_code < 500:
             raise InputError(
-                f"judge: {judge.base_url} does not take the request ({reason}). Asking again would not "
+                f"judge: {judge.base_url} rejects the request ({reason}). Repeating it would not "
                 "help."
             ) from None
         retry_after = error.response.headers.get("Retry-After", "")
@@ -212,8 +212,8 @@ def _send_question(
     except _Unanswered as error:
         raise InputError(
             f"judge: {judge.base_url} gave no answer about {question.id} in "
-            f"{retrying.statistics['attempt_number']} requests, at last {error.args[0]}. What it answered "
-            "before is kept; run it again to resume."
+            f"{retrying.statistics['attempt_number']} requests; the last failed with {error.args[0]}. Earlier "
+            "answers are kept; repeat the command to resume."
         ) from None
 
 
@@ -249,7 +249,7 @@ def parse_scale_scores(
 
 
 def parse_yes_no(text: str) -> bool | None:  # None: the answer cannot be read
-    """Read yes or no: the first word, or the only one of the two in the answer."""
+    """Read yes or no from an answer: its first word, or else the only one of the two words that occurs."""
     answer = text.rpartition("</think>")[2].lower()
     first = re.match(r"\W*(yes|no)\b", answer)
     words = {first[1]} if first else set(re.findall(r"\b(yes|no)\b", answer))
@@ -280,7 +280,9 @@ def _identities(
         }
     if len(identities) < len(questions):
         twice = Counter(q.id for q in questions).most_common(1)[0][0]
-        raise InputError(f"`questions` must have one question an id; {twice} comes more than once")
+        raise InputError(
+            f"`questions` must have one question per id; {twice} occurs more than once"
+        )
     return identities
 
 # %% ../../nbs/10_evaluation/03_judge.ipynb #dbad3726
@@ -298,7 +300,7 @@ def _read_answers(
         if differing:
             raise InputError(
                 f"answers: {file} has an answer about {record['id']} that belongs to another "
-                f"{differing[0]}; take a new folder, or remove the file to ask everything again."
+                f"{differing[0]}; use a new folder, or remove the file to repeat all questions."
             )
         answers.get(record["id"], []).append(record)
     return answers
@@ -354,7 +356,7 @@ def ask_judge(
         file_lock = FileLock(f"{file}.lock").acquire(blocking=False)
     except Timeout:
         raise InputError(
-            f"answers: another process is asking for {file}; wait until it ends."
+            f"answers: another process is writing {file}; wait until it has ended."
         ) from None
     with file_lock, ThreadPoolExecutor(judge.max_concurrency) as pool:
         drop_partial_line(file)

@@ -146,8 +146,8 @@ def read_rubric(file: Path | None = None) -> str:  # a rubric of your own; None:
     text = Path(file).read_text(encoding="utf-8") if Path(file).is_file() else ""
     if "{prompt}" not in text:
         raise InputError(
-            f"`rubric` must be a text with {{prompt}} in it, or the judge would not know what was asked "
-            f"for; {file} {'has none' if text else 'is no such file'}"
+            f"`rubric` must be a text with {{prompt}} in it, so that the judge sees the "
+            f"prompt; {file} {'has none' if text else 'is not a file'}"
         )
     return text
 
@@ -174,7 +174,7 @@ def _comparability(
     if rubric is None:
         differences.append("the judge reads this package's rubric instead of WISE's")
     if unparsed:
-        differences.append(f"{unparsed} answers are unread")
+        differences.append(f"{unparsed} answers could not be parsed")
     if differences:
         return f"not comparable with the paper: {'; '.join(differences)}"
     return f"comparable with the paper's Table 2 as far as {Path(rubric).name} is WISE's own instruction"
@@ -199,13 +199,13 @@ def read_dpg_prompts(
     """
     if not Path(file).is_file():
         raise InputError(
-            f"`questions` must be dpg_bench.csv from a checkout of TencentQQGYLab/ELLA; {file} is no file"
+            f"`questions` must be dpg_bench.csv from a checkout of TencentQQGYLab/ELLA; {file} is not a file"
         )
     try:
         table = pd.read_csv(file, dtype=str, keep_default_na=False, encoding="utf-8")
     except (UnicodeDecodeError, pd.errors.ParserError, pd.errors.EmptyDataError) as error:
         raise InputError(
-            f"`questions` must be a table in CSV; {file} is none ({type(error).__name__}: {error})"
+            f"`questions` must be a table in CSV; {file} cannot be read ({type(error).__name__}: {error})"
         ) from None
     if missing := [name for name in DPG_COLUMNS if name not in table]:
         raise InputError(

@@ -86,8 +86,8 @@ def render_frames(
     rows = policy.encode(list(prompts))
     step_sampler = Sampler(grid, sampler, eta)
     with base_weights(policy):
-        base = _sample_with_predictions(policy, rows, keys, step_sampler)
-    trained = _sample_with_predictions(policy, rows, keys, step_sampler)
+        base = _sample_with_predictions(policy=policy, rows=rows, keys=keys, sampler=step_sampler)
+    trained = _sample_with_predictions(policy=policy, rows=rows, keys=keys, sampler=step_sampler)
     images = [_decode_path(policy, path, side) for paths in (*base, *trained) for path in paths]
     images = np.stack(images)
     return TrajectoryFrames(
@@ -112,7 +112,7 @@ def measure_distances(
     """
     if not len(chosen) or images < 1:
         raise InputError(
-            f"images: got {len(chosen)} prompts with {images} images each, allowed is at least 1 of both."
+            f"images: got {len(chosen)} prompts with {images} images each, allowed is at least 1 of each."
         )
     keys = [ImageKey(seed, 0, p, g) for p in chosen for g in range(images)]
     prompt_index = torch.arange(len(keys)) // images

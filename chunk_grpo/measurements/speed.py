@@ -7,7 +7,9 @@ __all__ = ['time_call', 'eager', 'RandomFluxPolicy', 'load_workload_settings', '
            'prepare_workload', 'measure_iteration', 'speed_table', 'speed_lines']
 
 # %% ../../nbs/11_measurements/01_speed.ipynb #a33d5ac7
+import functools
 import contextlib
+import functools
 import json
 import statistics
 import time
@@ -33,7 +35,7 @@ from ..method.sampler import Sampler
 from ..method.schedule import sigmas
 from ..models import trainable
 from ..models.families import FluxPolicy
-from ..models.inputs import import_class, read_run_prompts
+from ..models.inputs import import_class, read_run_prompts_with_records
 from ..models.policy import TORCH_DTYPES, Policy, decode_latents
 from ..planning import plan
 from ..reward_serving import placement
@@ -138,13 +140,13 @@ class RandomFluxPolicy(FluxPolicy):
         device = machine.choose_device(settings.device)
         weights = dtype if settings.lora_rank else torch.float32  # as a run keeps them
         super().__init__(
-            Path(),
-            settings.resolution,
-            settings.max_tokens,
-            settings.guidance,
-            dtype,
-            device,
-            weights,
+            folder=Path(),
+            resolution=settings.resolution,
+            max_tokens=settings.max_tokens,
+            guidance=settings.guidance,
+            dtype=dtype,
+            device=device,
+            weights=weights,
         )
 
     def load_networks(
@@ -284,6 +286,7 @@ class Workload:
     chunks: Chunks  # of the update
     advantage: Tensor  # (B,), random
     reward: Callable | None  # (images, prompts) -> scores; None: there is none for this model
+    records: list[dict]  # of each prompt, for a reward that takes them
 
     def rollout(self) -> Trajectories:
         """Sample the trajectories of all images."""
@@ -307,10 +310,18 @@ class Workload:
         self.policy.transformer.zero_grad()
         images = torch.arange(len(self.keys))
         work = build_update_batch(
-            images, self.chosen(paths), self.chunks, self.settings.update_batch
+            images=images,
+            chosen=self.chosen(paths),
+            chunks=self.chunks,
+            limit=self.settings.update_batch,
         )
         context = ReplayContext(self.policy, self.conditioning, paths)
-        accumulate_gradients(context, work, self.advantage, Method(self.settings))
+        accumulate_gradients(
+            context=context,
+            update_batch=work,
+            advantage=self.advantage,
+            method=Method(self.settings),
+        )
         return len(work.segment)
 
     def gradient(self) -> Tensor:
@@ -326,9 +337,11 @@ def prepare_workload(
     policy = load_workload_policy(settings, *configs)
     if settings.model == "flux-size":
         prompts = [f"prompt {i}" for i in range(settings.prompts_per_iteration)]
+        records = [{"prompt": prompt} for prompt in prompts]
         reward = None
     else:
-        prompts = read_run_prompts(settings, "prompts")[: settings.prompts_per_iteration]
+        prompts, records = read_run_prompts_with_records(settings, "prompts")
+        prompts = prompts[: settings.prompts_per_iteration]
         name = next(iter(setting.reward_weights(settings)))
         reward = placement.load_placed_reward(name, **settings.reward_options.get(name, {}))
     keys = [
@@ -351,6 +364,7 @@ def prepare_workload(
         chunks=chunks,
         advantage=advantage,
         reward=reward,
+        records=records,
     )
 
 # %% ../../nbs/11_measurements/01_speed.ipynb #40c3aa5a
@@ -358,11 +372,11 @@ def measure_iteration(
     settings: Settings,  # of `load_workload_settings`
     repeats: int = 3,  # measured iterations, after one to warm up
     say: Callable[[str], None] = lambda text: None,  # receives lines of progress
-    beside: Callable | None = None,  # called in each repeat with (workload, paths, timed)
+    on_repeat: Callable | None = None,  # called in each repeat with (workload, paths, timed)
     configs: Sequence[dict] = (),  # for flux-size, see `RandomFluxPolicy`
 ) -> dict:  # numbers for JSON
     """Measure an iteration: seconds of its phases (medians), operations, and peak memory."""
-    say("making the policy")
+    say("creating the policy")
     workload = prepare_workload(settings, *configs)
     device = workload.policy.device
     rate = plan.measure_matmul_rate(settings.dtype, 1.0)
@@ -382,11 +396,20 @@ def measure_iteration(
         images = timed("decode", decode_latents, workload.policy, final, settings.rollout_batch)
         if workload.reward is not None:
             name = settings.reward if isinstance(settings.reward, str) else "reward"
-            texts = [workload.prompts[i] for i in workload.prompt_index.tolist()]
-            timed("reward", rewards.score_images, name, workload.reward, images, texts)
+            groups = workload.prompt_index.tolist()
+            score = functools.partial(
+                rewards.score_images,
+                name=name,
+                reward=workload.reward,
+                images=images,
+                prompts=[workload.prompts[i] for i in groups],
+                records=[workload.records[i] for i in groups],
+                groups=groups,
+            )
+            timed("reward", score)
         transitions = timed("update", workload.update, paths)
-        if beside and n:
-            beside(workload, paths, timed)
+        if on_repeat and n:
+            on_repeat(workload, paths, timed)
         spent = "  ".join(f"{name} {each[-1]:.2f} s" for name, each in seconds.items())
         say(f"{'warming up' if n == 0 else f'repeat {n} of {repeats}'}:  {spent}")
         # The first iteration compiles and allocates, so its seconds do not count.
@@ -491,8 +514,10 @@ def speed_lines(result: dict) -> list[str]:  # result: of `measure_iteration`
     ]
     if result["recomputed_flop"]:
         out.append(
-            f"checkpointing computes {result['recomputed_flop'] / 1e12:.3g} TFLOP again, which are not counted"
+            f"checkpointing computes {result['recomputed_flop'] / 1e12:.3g} TFLOP a second time, which are not counted"
         )
     if settings["compile"]:
-        out.append(f"{result['compilations']} compilations, before the seconds that are shown")
+        out.append(
+            f"{result['compilations']} compilations, not included in the seconds that are shown"
+        )
     return out

@@ -91,14 +91,16 @@ def credit_advantages(
 # %% ../../nbs/00_method/07_credit.ipynb #200cca05
 def outrun_images(
     trained: Tensor,  # (P, G) of the reward
-    others: list[Tensor],  # of other rewards
+    other_rewards: list[Tensor],  # of other rewards
     share: float,  # part of the images
 ) -> Tensor:  # (P, G) bool
     """Choose the images whose reward outruns the others most; without others those with most wins (GARDO, 2512.24138).
 
     Of images that outrun alike, those come first whose reward is further above that of their group.
     """
-    gap = (win_rates(trained) - sum(map(win_rates, others)) / max(len(others), 1)).flatten()
+    gap = (
+        win_rates(trained) - sum(map(win_rates, other_rewards)) / max(len(other_rewards), 1)
+    ).flatten()
     order = (
         group_advantages(trained, torch.finfo(torch.float32).max)
         .flatten()

@@ -100,14 +100,18 @@ def step_weights_by_name(
 # %% ../../nbs/00_method/09_surrogates.ipynb #f28fb9bc
 @dataclass(frozen=True)
 class Surrogate:
-    """A function of an item's statistic and advantage, by its words."""
+    """A surrogate objective: a function of a chunk sample's statistic and advantage."""
 
     kind: str = "clip"  # one of SURROGATES
     first: float = 0.0  # clip range; range downwards; divergence (dppo); margin (hinge)
     second: float = 0.0  # asymmetric: upwards
 
     @classmethod
-    def parse(cls, text: str, clip_range: float) -> "Surrogate":  # clip_range: of `clip`
+    def parse(
+        cls,
+        text: str,  # the setting
+        clip_range: float,  # of the kind `clip`
+    ) -> "Surrogate":
         """Parse the setting `surrogate`, such as dppo:1e-6.
 
         Raise InputError for another form.

@@ -87,14 +87,14 @@ class ChunkMixture(Method):
             )
         if settings.chunk_rule.kind != "fixed":
             raise InputError(
-                f"`chunks` must be sizes with {name}, and a chunk end where the window does; got "
+                f"`chunks` must be sizes with {name}, and one chunk must end where the window ends; got "
                 f"{settings.chunks}"
             )
         ends = [*accumulate(self.chunks(torch.ones(settings.steps)).sizes)][:-1]
         if self.window.width not in ends:
             fit = " or ".join(f"frozen:{end}" for end in ends) or "shorter, with more chunks"
             raise InputError(
-                f"`window` must end where a chunk does with {name} and chunks {settings.chunks}, so be {fit}; "
+                f"`window` must end where a chunk ends with {name} and chunks {settings.chunks}: {fit}; "
                 f"got {settings.window}"
             )
         if settings.step_weights in ("noise", "interval", "inverse-interval", "flash"):
@@ -104,6 +104,6 @@ class ChunkMixture(Method):
             )
         if self.surrogate and self.surrogate.kind == "dppo":
             raise InputError(
-                f"`surrogate` must not be dppo with {name}, whose levels have no mean to be masked by"
+                f"`surrogate` must not be dppo with {name}, whose levels have no mean to compute the mask from"
             )
         super().check()

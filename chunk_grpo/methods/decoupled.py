@@ -65,7 +65,7 @@ def mean_square(x: Tensor) -> Tensor:  # (m, ...) -> (m,)
 
 
 def normalised_error(off: Tensor) -> Tensor:  # (m, ...) -> (m,)
-    """Return the mean square divided by the mean absolute value, which gets no gradient.
+    """Return the mean square divided by the mean absolute value; the divisor gets no gradient.
 
     Large and small errors then have gradients of the same size.
     """
@@ -255,7 +255,7 @@ class Decoupled(Method):
             )
         if self.surrogate and self.surrogate.kind == "dppo":
             raise InputError(
-                f"`surrogate` must not be dppo with {self.settings.method}, which asks for no transition's mean"
+                f"`surrogate` must not be dppo with {self.settings.method}, which does not compute the mean of a transition"
             )
 
 # %% ../../nbs/08_methods/01_decoupled.ipynb #83c594cb

@@ -148,7 +148,7 @@ class Neighbor(Method):
         super().check()
         if self.surrogate and self.surrogate.kind == "dppo":
             raise InputError(
-                f"`surrogate` must not be dppo with {self.settings.method}, which asks for no transition's mean"
+                f"`surrogate` must not be dppo with {self.settings.method}, which does not compute the mean of a transition"
             )
 
 # %% ../../nbs/08_methods/02_groups.ipynb #17200721

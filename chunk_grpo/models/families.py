@@ -233,7 +233,7 @@ class SD3Policy(Policy):
         sigma: Tensor,  # (B,)
         rows: dict[str, Tensor],  # conditioning, one row per latent
     ) -> Tensor:  # (B, S, C)
-        """Run the transformer once, at its own time of 0 to 1000, and return the velocity."""
+        """Predict the velocity in one forward pass; the transformer gets sigma as a time from 0 to 1000."""
         texts = {
             "encoder_hidden_states": rows["prompt_embeds"],
             "pooled_projections": rows["pooled_prompt_embeds"],

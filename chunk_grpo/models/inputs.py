@@ -6,8 +6,9 @@
 __all__ = ['OTHER_FILES', 'MODEL_FOLDERS', 'FAMILIES', 'SCHEDULER', 'locate_model', 'hash_model_files', 'read_tensor_shapes',
            'read_model_json', 'check_levels', 'check_scheduler', 'check_pipeline_folder', 'import_class', 'find_family',
            'build_meta_network', 'check_network_weights', 'unknown_words', 'check_parts', 'split_prompt_column',
-           'find_column', 'read_prompt_records', 'read_prompts', 'describe_prompts', 'ImagePrompt', 'open_source_image',
-           'find_editing_pipeline', 'read_model_prompts', 'read_run_prompts', 'prompt_content', 'sample_prompt_indices',
+           'find_column', 'read_prompt_records', 'read_prompts', 'read_prompts_with_records', 'hash_records',
+           'describe_prompts', 'ImagePrompt', 'open_source_image', 'find_editing_pipeline', 'read_model_prompts',
+           'read_run_prompts', 'read_run_prompts_with_records', 'prompt_content', 'sample_prompt_indices',
            'space_positions_evenly', 'content_hashes', 'absolute_inputs', 'hash_prompts', 'model_stamp',
            'input_records', 'find_changed_input']
 
@@ -17,6 +18,7 @@ import csv
 import functools
 import hashlib
 import importlib
+import importlib.util
 import inspect
 import io
 import json
@@ -81,7 +83,7 @@ def locate_model(
         return Path(model)
     if model.startswith("pocket/"):  # a typing error, not a hub id
         raise InputError(
-            f"model: {model!r} is no base of the pocket model; allowed are {', '.join(POCKET_MODELS)}, a "
+            f"model: {model!r} is not a base of the pocket model; allowed are {', '.join(POCKET_MODELS)}, a "
             "folder, or a hub id."
         )
     from huggingface_hub import snapshot_download
@@ -182,11 +184,10 @@ def read_model_json(
 # %% ../../nbs/03_models/00_inputs.ipynb #sched1code
 # the class of diffusers whose steps are those of `sample_ode`
 SCHEDULER = "FlowMatchEulerDiscreteScheduler"
+_SIGMA_SPACINGS = ("use_karras_sigmas", "use_exponential_sigmas", "use_beta_sigmas")
 _SCHEDULER_FLAGS = (
     "use_dynamic_shifting",
-    "use_karras_sigmas",
-    "use_exponential_sigmas",
-    "use_beta_sigmas",
+    *_SIGMA_SPACINGS,
     "use_flow_sigmas",
     "invert_sigmas",
     "stochastic_sampling",
@@ -241,7 +242,7 @@ def _check_scheduler_options(
             )
     if config.get("num_train_timesteps", 1000) != 1000:
         raise InputError(
-            f"model: {file} must have 1000 as num_train_timesteps, the time that the transformer is told "
+            f"model: {file} must have 1000 as num_train_timesteps, the time that is passed to the transformer "
             f"at level 1; got {config['num_train_timesteps']!r}."
         )
     if config.get("time_shift_type", "exponential") not in ("exponential", "linear"):
@@ -249,13 +250,11 @@ def _check_scheduler_options(
             f"model: {file} must have exponential or linear as time_shift_type; got "
             f"{config['time_shift_type']!r:.80}."
         )
-    spacings = [
-        name
-        for name in ("use_karras_sigmas", "use_exponential_sigmas", "use_beta_sigmas")
-        if config.get(name)
-    ]
+    spacings = [name for name in _SIGMA_SPACINGS if config.get(name)]
     if len(spacings) > 1:
-        raise InputError(f"model: {file} may set one of {' and '.join(spacings)}; got both.")
+        raise InputError(
+            f"model: {file} must set at most one of {', '.join(_SIGMA_SPACINGS)}; got {', '.join(spacings)}."
+        )
 
 
 def check_levels(
@@ -442,11 +441,11 @@ def build_meta_network(
         with torch.device("meta"), warnings.catch_warnings(action="ignore"):
             network = getattr(kind, "from_config", kind)(config)
         if not all(x.numel() for x in network.parameters()):
-            raise ValueError("a weight of it has no number")
+            raise ValueError("it has a weight without elements")
         return network
     except Exception as error:  # diffusers and transformers raise exceptions of many types
         reason = " ".join(str(error).split())[:200] or type(error).__name__
-        raise InputError(f"model: {file} describes no {what} ({reason}).") from None
+        raise InputError(f"model: {file} does not describe a {what} ({reason}).") from None
 
 
 def check_network_weights(
@@ -475,7 +474,7 @@ def check_network_weights(
         by_weights = list(stored[first]) if first in stored else "missing"
         raise InputError(
             f"model: {folder}/{part} has a config.json and weights of different networks: {first} is "
-            f"{by_config} by the one and {by_weights} in the other, as are {len(wrong) - 1} more."
+            f"{by_config} in config.json and {by_weights} in the weights; {len(wrong) - 1} more weights differ."
         )
 
 # %% ../../nbs/03_models/00_inputs.ipynb #70cce202
@@ -542,6 +541,29 @@ def unknown_words(
     ]
 
 # %% ../../nbs/03_models/00_inputs.ipynb #27062431
+def _load_processor(
+    folder: Path,  # a pipeline's folder
+    part: str,  # its sub-folder
+    class_name: str,  # in transformers
+) -> None:
+    """Load the processor that prepares images for a language model.
+
+    Raise InputError if it is damaged, or needs a package that is not installed.
+    """
+    import transformers  # takes seconds
+
+    try:
+        getattr(transformers, class_name).from_pretrained(Path(folder) / part)
+    except Exception as error:  # transformers raises exceptions of many types
+        reason = " ".join(str(error).split())[:120] or type(error).__name__
+        hint = ""
+        if importlib.util.find_spec("torchvision") is None:
+            hint = "; it needs torchvision, which is not installed: pip install torchvision"
+        raise InputError(
+            f"model: the processor in {folder}/{part} cannot be used ({reason}){hint}."
+        ) from None
+
+
 def check_parts(
     folder: Path,  # a pipeline's folder
     family: str = "",  # as for `check_pipeline_folder`
@@ -562,13 +584,15 @@ def check_parts(
     needed = sorted(p.name for p in signature.parameters.values() if p.default is p.empty)
     if missing := [part for part in needed if part not in named]:
         raise InputError(
-            f"model: {folder}/model_index.json names no {missing[0]}; allowed is one with "
-            f"{', '.join(needed)}."
+            f"model: {folder}/model_index.json must name {', '.join(needed)}; "
+            f"{missing[0]} is missing."
         )
 
     for part in sorted(named):  # encoders before their tokenizers
         if part.startswith("tokenizer"):
             _load_tokenizer(folder, part)
+        elif part == "processor":
+            _load_processor(folder, part, index[part][1])
         elif part.startswith("text_encoder"):
 
             def make(config: dict, name: str = index[part][1]) -> Any:
@@ -699,7 +723,7 @@ def _read_list(content: Any) -> list[tuple[str, Any]]:
     Raise ValueError if the content is no list.
     """
     if not isinstance(content, list):
-        raise ValueError(f"it holds a {type(content).__name__} and no list")
+        raise ValueError(f"it must hold a list; it holds a {type(content).__name__}")
     return [(f"entry {number}", value) for number, value in enumerate(content, 1)]
 
 
@@ -736,14 +760,16 @@ def _read_lines(text: str) -> list[tuple[str, Any]]:
         re.fullmatch(r"\w*", name) for name in names
     ):
         raise ValueError(
-            f"{lines[0][0]} is the header of a table, whose name must end in .csv or .tsv"
+            f"{lines[0][0]} is the header of a table, so the name of the file must end in .csv or .tsv"
         )
     tabs = {line.count("\t") for _, line in lines}
     if len(tabs) == 1 and tabs != {0}:
-        raise ValueError("every line has a tab, as in a table, whose name must end in .tsv")
+        raise ValueError(
+            "every line has a tab, as in a table, so the name of the file must end in .tsv"
+        )
     if lines and all(line.startswith("- ") for _, line in lines):
         raise ValueError(
-            "every line begins with a dash, as in a YAML list, whose name must end in .yaml"
+            "every line begins with a dash, as in a YAML list, so the name of the file must end in .yaml"
         )
     return lines
 
@@ -776,9 +802,9 @@ def find_column(
     matches = [name for name in names if name.strip().lower() in wanted]
     if len(matches) != 1:
         available = ", ".join(names)[:200] or "none"
-        how = f"more than one, {', '.join(matches)}" if matches else f"none among {available}"
+        how = f"is more than one, {', '.join(matches)}" if matches else f"is none among {available}"
         what = f"a column {column}" if column else "a column Prompt or Prompts"
-        raise ValueError(f"{what} is needed and there is {how}; one is chosen as FILE:COLUMN")
+        raise ValueError(f"{what} is needed, but there {how}; choose one with FILE:COLUMN")
     return matches[0]
 
 
@@ -791,8 +817,8 @@ def _describe_download(name: str) -> str:  # name: of a missing list of prompts,
     for published, how in lists.items():
         if name.lower().startswith(published.lower()):
             licence, command = how.split(": ", 1)
-            return f"It looks like {published} ({licence}), which this brings: {command}"
-    return f"`chunk-grpo doctor` shows the commands that bring {', '.join(lists)}."
+            return f"It looks like {published} ({licence}), which this command downloads: {command}"
+    return f"`chunk-grpo doctor` shows the commands that download {', '.join(lists)}."
 
 
 def read_prompt_records(
@@ -814,7 +840,7 @@ def read_prompt_records(
     if not path.is_file():
         names = f"pocket:train, pocket:validation, pocket:test, pocket:test192, or a file: {', '.join(_PROMPT_FILES)}"
         raise InputError(
-            f"{field}: {source!r} is no file; allowed are {names}. {_describe_download(path.stem)}"
+            f"{field}: {source!r} is not a file; allowed are {names}. {_describe_download(path.stem)}"
         )
 
     # Take the file apart, and the prompt out of each record.
@@ -838,13 +864,11 @@ def read_prompt_records(
         raise InputError(f"{field}: {source} holds no prompt; at least one prompt is needed.")
     for place, prompt, record in prompts:
         if not prompt:
-            raise InputError(
-                f"{field}: {source} holds no prompt in {place}, which is empty; remove it."
-            )
+            raise InputError(f"{field}: {source} has an empty prompt in {place}; remove it.")
         if len(prompt) > _LONGEST_PROMPT:
             raise InputError(
-                f"{field}: {source} holds in {place} a prompt of {len(prompt)} characters; allowed are "
-                f"{_LONGEST_PROMPT}."
+                f"{field}: {source} has a prompt of {len(prompt)} characters in {place}; at most "
+                f"{_LONGEST_PROMPT} are allowed."
             )
         if isinstance(record, dict) and not column:
             _check_drawing_fields(f"{field}: {place} of {source}", record, path)
@@ -898,9 +922,9 @@ def _extract_prompt(
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from None
     elif column:
-        raise ValueError(f"{where} is no record with a column {column}")
+        raise ValueError(f"{where} must be a record with a column {column}")
     if not isinstance(record, str):
-        raise ValueError(f"{where} holds {format_value(record)} where a text is needed")
+        raise ValueError(f"{where} must be a text; it is {format_value(record)}")
     record.encode()  # raises for half of a surrogate pair, which JSON can hold
     return record.strip()
 
@@ -918,7 +942,7 @@ def _check_drawing_fields(
         )
         if normalized in _DRAWING_FIELDS and not is_blank:
             raise InputError(
-                f"{place} asks for {name} {str(value)[:40]!r}, but a run draws all prompts alike; remove it, or write "
+                f"{place} sets {name} to {str(value)[:40]!r}, but a run samples all prompts alike; remove it, or write "
                 f"{path}:{find_column(record)} to read that column alone."
             )
 
@@ -932,6 +956,37 @@ def read_prompts(
     Raise InputError as `read_prompt_records` does.
     """
     return [prompt for _, prompt, _ in read_prompt_records(source, field)]
+
+
+def read_prompts_with_records(
+    source: str,  # of prompts, as for `read_prompts`
+    field: str = "prompts",  # the setting's name, for an error
+) -> tuple[list[str], list[dict]]:  # prompts, and the record of each
+    """Read the prompts of a list with their records, which a reward may take.
+
+    A record is the object, mapping or table row that holds the prompt, with all its fields; of a list of texts it is
+    `{"prompt": text}`. Raise InputError as `read_prompt_records` does.
+    """
+    entries = read_prompt_records(source, field)
+    prompts = [prompt for _, prompt, _ in entries]
+    records = [
+        record if isinstance(record, dict) else {"prompt": prompt} for _, prompt, record in entries
+    ]
+    return prompts, records
+
+
+def hash_records(
+    source: str,  # of prompts, as for `read_prompts`
+    field: str,  # name of the setting, for an error
+) -> str:  # hex; empty if no record holds more than its prompt
+    """Return the sha256 of the records of a list."""
+    prompts, records = read_prompts_with_records(source, field)
+    if all(
+        list(record.values()) == [prompt] for prompt, record in zip(prompts, records, strict=True)
+    ):
+        return ""
+    text = json.dumps(records, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def describe_prompts(
@@ -987,6 +1042,10 @@ class ImagePrompt(str):
         prompt.image_sha256, prompt.size = facts
         return prompt
 
+    def with_text(self, text: str) -> "ImagePrompt":
+        """Return another prompt for the same image, which is not read again."""
+        return _copy_image_prompt(text, vars(self))
+
     def __eq__(self, other: object) -> bool:
         """Compare the texts and the images."""
         return (
@@ -1003,13 +1062,19 @@ class ImagePrompt(str):
         """Return one hash for equal prompts."""
         return hash((str(self), self.image_sha256))
 
-    def __getnewargs__(self) -> tuple[str, Path]:
-        """Return the arguments with which a copy is made."""
-        return str(self), self.image
+    def __reduce__(self) -> tuple:
+        """Return how a copy is made: also where the image's file is not."""
+        return _copy_image_prompt, (str(self), vars(self))
 
-    def with_text(self, text: str) -> "ImagePrompt":
-        """Return another prompt for the same image."""
-        return ImagePrompt(text, self.image)
+
+def _copy_image_prompt(
+    text: str,
+    facts: Mapping[str, Any],  # attributes of an `ImagePrompt`
+) -> ImagePrompt:
+    """Make a prompt with these attributes, without reading the image."""
+    prompt = str.__new__(ImagePrompt, text)
+    vars(prompt).update(facts)
+    return prompt
 
 
 def _open_upright(file: Path) -> Image.Image:  # RGB
@@ -1020,7 +1085,7 @@ def _open_upright(file: Path) -> Image.Image:  # RGB
     try:
         with Image.open(file) as image:
             return ImageOps.exif_transpose(image).convert("RGB")
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+    except Exception as error:  # Pillow raises exceptions of many types
         raise ValueError(f"{file} is no image that can be read ({type(error).__name__})") from None
 
 
@@ -1132,6 +1197,15 @@ def read_run_prompts(
     )
 
 
+def read_run_prompts_with_records(
+    settings: Any,  # with model, family, prompts and eval_prompts
+    field: str = "prompts",  # or eval_prompts
+) -> tuple[list[str], list[dict]]:  # prompts as of `read_run_prompts`, and the record of each
+    """Read one of a run's lists with the records of its prompts, which a reward may take."""
+    _, records = read_prompts_with_records(getattr(settings, field), field)
+    return read_run_prompts(settings, field), records
+
+
 def prompt_content(prompt: str) -> str | list[str]:
     """Return what identifies a prompt, as JSON can hold it: its text, and the hash of its image."""
     if isinstance(prompt, ImagePrompt):
@@ -1177,7 +1251,7 @@ def _hash_prompt_lists(lists: list[list[str]]) -> str:  # hex
 
 def content_hashes(
     settings: Any,
-) -> dict[str, str]:  # s: settings; keys model_sha256, prompts_sha256
+) -> dict[str, str]:  # keys model_sha256, prompts_sha256, and records_sha256 if there are records
     """Check a run's model and prompts, and return their hashes.
 
     Raise InputError if one is missing or damaged, or the list of prompts is too short.
@@ -1188,10 +1262,14 @@ def content_hashes(
     check_pipeline_folder(model, settings.family)
     check_scheduler(model, settings.eval_steps)
     check_parts(model, settings.family)
-    return {
+    hashes = {
         "model_sha256": hash_model_files(model, MODEL_FOLDERS),
         "prompts_sha256": _hash_prompt_lists(prompts),
     }
+    records = [hash_records(getattr(settings, name), name) for name in ("prompts", "eval_prompts")]
+    if any(records):
+        hashes["records_sha256"] = hashlib.sha256(json.dumps(records).encode()).hexdigest()
+    return hashes
 
 # %% ../../nbs/03_models/00_inputs.ipynb #a44be3ba
 # options of rewards that name a file
@@ -1201,8 +1279,11 @@ _FILE_OPTIONS = (
     "processor",
     "tokenizer",
     "checkpoint",
+    "clip",
     "config",
+    "detector",
     "python",
+    "rubric",
 )
 
 
@@ -1233,7 +1314,13 @@ def _absolute_option(
     value: Any,  # of the option
 ) -> Any:
     """Return the absolute path if an option names a file that exists, else its value."""
-    if key in _FILE_OPTIONS and isinstance(value, str) and os.path.exists(value):
+    if not isinstance(value, str):
+        return value
+    # An environment is a name, a requirements file, or a folder with an interpreter.
+    is_environment = key == "environment" and (
+        value.endswith(".txt") or os.path.isfile(os.path.join(value, "bin/python"))
+    )
+    if (key in _FILE_OPTIONS or is_environment) and os.path.exists(value):
         return os.path.abspath(value)
     return value
 
@@ -1269,10 +1356,13 @@ def _hash_stamped_model(
 
 def input_records(
     settings: Any,
-) -> dict[str, str]:  # model_stamp, model_index, prompts, eval_prompts
+) -> dict[str, str]:  # model_stamp, model_index, prompts, eval_prompts, and NAME_records of a list
     """Return what a run records of its model and of each list, for `find_changed_input`."""
     folder = locate_model(settings.model)
     lists = {name: hash_prompts(settings, name) for name in ("prompts", "eval_prompts")}
+    for name in ("prompts", "eval_prompts"):
+        if records := hash_records(getattr(settings, name), name):
+            lists[f"{name}_records"] = records
     return {
         "model_stamp": model_stamp(folder),
         "model_index": sha256_of(folder / "model_index.json"),
@@ -1307,6 +1397,9 @@ def find_changed_input(
     for name in [name for name in ("prompts", "eval_prompts") if name in names]:
         current = hash_prompts(settings, name)
         if recorded.get(name, current) != current:
+            return name
+        records = recorded.get(f"{name}_records")
+        if records and records != hash_records(getattr(settings, name), name):
             return name
         # An older run recorded one hash of both lists.
         if name not in recorded and known.get("prompts_sha256"):

@@ -589,8 +589,8 @@ def decode_latents(
     images = torch.cat(batches)
     if not torch.isfinite(images).all():
         raise InputError(
-            "model: it drew images that are not finite; its weights must be whole, and `learning_rate` so "
-            "small that they stay finite."
+            "model: it sampled images that are not finite; either its weights are damaged, or `learning_rate` is "
+            "too high."
         )
     # Sums depend on the order in memory, which must be the same here and where images are sent.
     return images.contiguous()

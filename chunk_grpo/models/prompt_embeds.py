@@ -103,7 +103,7 @@ def _read_prompt_embeds(
         raise InputError(f"prompts: {path} cannot be read ({error})") from None
     label = _label(row, prompt, key)
     if stored_label.get("owner") != label["owner"]:
-        raise InputError(f"prompts: {path} is of another prompt or model")
+        raise InputError(f"prompts: {path} belongs to another prompt or model")
     if stored_label.get("sha256") != label["sha256"]:
         raise InputError(f"prompts: {path} is damaged, its content is not what was written")
     os.utime(path)  # `trim_prompt_cache` removes the files that were not used for longest
@@ -260,7 +260,7 @@ def lazy_prompt_encoder(
                 ) from None
             raise InputError(
                 f"`model` must have text encoders and tokenizers that encode the prompts; those in "
-                f"{policy.folder} end with {type(error).__name__}: "
+                f"{policy.folder} failed with {type(error).__name__}: "
                 f"{' '.join(str(error).split())[:200]!r}"
             ) from None
 

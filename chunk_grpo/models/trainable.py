@@ -6,7 +6,7 @@
 __all__ = ['PROCESS_TIMEOUT', 'find_lora_layers', 'describe_layers', 'list_adapted_layers', 'freeze_layers_without_gradient',
            'make_trainable', 'trained_share', 'swap_weights', 'adapter_parameters', 'base_weights',
            'save_trained_weights', 'read_saved_weights', 'load_trained_weights', 'set_attention_backend',
-           'compile_blocks', 'load_trainable_policy', 'full_tensor', 'shard_model', 'gather_model']
+           'compile_blocks', 'read_network', 'load_trainable_policy', 'full_tensor', 'shard_model', 'gather_model']
 
 # %% ../../nbs/03_models/04_trainable.ipynb #6733ad21
 import contextlib
@@ -86,7 +86,7 @@ def find_lora_layers(
             available = sorted({name.split(".", 2)[-1] for name in linear if "." in name})
             raise InputError(
                 f"lora_targets: no linear layer is named {target!r}, and none is inside a module of that name; "
-                f"some that are: {available[:8]}."
+                f"linear layers are, for example, {available[:8]}."
             )
         chosen.update(layers)
     return [name for name in linear if name in chosen]
@@ -172,8 +172,8 @@ def make_trainable(
         trained = [p for p in net.parameters() if p.requires_grad]
         if not trained:
             raise InputError(
-                f"lora_targets: {describe_layers(targets)} make a state of the text in the last block, "
-                "which nothing reads; name at least one other layer."
+                f"lora_targets: {describe_layers(targets)} compute a state of the text in the last block, "
+                "which is not used; name at least one other layer."
             )
         for p in trained:
             p.data = p.data.float()
@@ -211,10 +211,10 @@ def trained_share(policy: Policy) -> float:  # policy: trainable; returns 0 ... 
 @torch.no_grad()
 def swap_weights(
     parameters: Iterable[Tensor],  # changed in place; of sharded ones, this process's shards
-    others: list[Tensor],  # shards of the base or of a moving average; changed in place
+    counterparts: list[Tensor],  # shards of the base or of a moving average; changed in place
 ) -> None:
     """Exchange the values of two lists of tensors, pair by pair; memory addresses stay."""
-    for pair in zip(parameters, others, strict=True):
+    for pair in zip(parameters, counterparts, strict=True):
         local, other = (x.to_local() if isinstance(x, DTensor) else x.data for x in pair)
         previous = local.clone()
         local.copy_(other)
@@ -351,8 +351,8 @@ def set_attention_backend(
     layers = [m.processor for m in policy.transformer.modules() if hasattr(m, "processor")]
     if not any(hasattr(layer, "_attention_backend") for layer in layers):
         raise InputError(
-            f"`attention` must be native with {type(policy.transformer).__name__}, whose layers ask torch "
-            f"directly; got {name!r}"
+            f"`attention` must be native with {type(policy.transformer).__name__}, whose layers call torch's "
+            f"attention directly; got {name!r}"
         )
     _check_attention_mask(type(policy), name)
     # diffusers also sets its global choice, which the context restores.
@@ -399,21 +399,19 @@ def compile_blocks(policy: Policy) -> None:  # policy: its transformer not wrapp
     policy.compiled = bool(blocks)
 
 # %% ../../nbs/03_models/04_trainable.ipynb #e7dd1aa0
-def _check_lora_targets(
-    folder: Path,  # a pipeline's folder
-    lora_targets: tuple[str, ...],  # ends of names of layers
+def read_network(
+    folder: Path,  # a model's, as `locate_model` returns it
     family: str = "",  # as for `check_pipeline_folder`
-) -> None:
-    """Raise InputError for a target without a linear layer.
-
-    This reads the transformer's configuration alone, and no weights.
-    """
-    class_name = find_family(check_pipeline_folder(folder, family)).network_classes[0]
+) -> tuple[str, nn.Module]:
+    """Return the name of a model's pipeline class, and its transformer on meta, without weights."""
+    policy_class = find_family(check_pipeline_folder(folder, family))
     file = "transformer/config.json"
     network = build_meta_network(
-        import_class(class_name), read_model_json(folder, file), f"{folder}/{file}"
+        import_class(policy_class.network_classes[0]),
+        read_model_json(folder, file),
+        f"{folder}/{file}",
     )
-    find_lora_layers(network, lora_targets)
+    return policy_class.pipeline, network
 
 
 def load_trainable_policy(
@@ -446,13 +444,18 @@ def load_trainable_policy(
         raise InputError(
             f"`quantization` must be none without an adapter (`lora_rank` 0); got {quantization}"
         )
+    if lora_targets and not lora_rank:
+        raise InputError(
+            f"`lora_targets` must be empty without an adapter (`lora_rank` 0); got {', '.join(lora_targets)[:80]}"
+        )
     if compile:
         _check_compiler(torch.device(given.get("device", "cpu")))
     if attention != "native":
         name = check_pipeline_folder(locate_model(model), family)
         _check_attention_mask(find_family(name), attention)
     if lora_rank and lora_targets:
-        _check_lora_targets(locate_model(model), tuple(lora_targets), family)
+        _, network = read_network(locate_model(model), family)
+        find_lora_layers(network, tuple(lora_targets))
 
     policy = load_policy(
         model, dtype=dtype, weights=stored, host=sharding != "none", family=family, **given

@@ -334,7 +334,7 @@ def choose_image_device(settings: Settings) -> str:
     """
     if problem := _large_model_on_cpu(settings):
         warnings.warn(
-            f"images will be drawn on the CPU, which may take hours: {problem}", stacklevel=2
+            f"images will be sampled on the CPU, which may take hours: {problem}", stacklevel=2
         )
     return "cuda" if settings.device != "cpu" and torch.cuda.is_available() else "cpu"
 
@@ -487,7 +487,14 @@ def _counted_bytes(
     checkpointing: bool,  # gradient checkpointing
 ) -> tuple[int, int]:  # fixed bytes, bytes per row
     """Count the fixed and the per-row bytes that a forward pass saves for its backward pass."""
-    policy = meta_policy(config, resolution, max_tokens, dtype, rank, targets)
+    policy = meta_policy(
+        config=config,
+        resolution=resolution,
+        max_tokens=max_tokens,
+        dtype=dtype,
+        rank=rank,
+        targets=targets,
+    )
     formats = _GpuFormats(policy.dtype)
 
     def saved(rows: int) -> tuple[int, int]:
@@ -517,13 +524,13 @@ def _batch_activation_bytes(
     """Return the bytes that an update's forward pass saves for its backward pass."""
     targets = tuple(settings.lora_targets) if settings.lora_rank else ()
     fixed, row = _counted_bytes(
-        config,
-        settings.resolution,
-        settings.max_tokens,
-        settings.dtype,
-        settings.lora_rank,
-        targets,
-        settings.gradient_checkpointing,
+        config=config,
+        resolution=settings.resolution,
+        max_tokens=settings.max_tokens,
+        dtype=settings.dtype,
+        rank=settings.lora_rank,
+        targets=targets,
+        checkpointing=settings.gradient_checkpointing,
     )
     # Classifier-free guidance doubles the rows.
     return fixed + row * (settings.update_batch if batch is None else batch) * (
@@ -669,7 +676,9 @@ def decode_bytes_on_gpu(
     cuDNN computes convolutions with the channels last, so the largest activation briefly exists twice: in the
     layout that the VAE uses, and in the other one.
     """
-    peak, largest = _decode_bytes(config, resolution, dtype, tiling, images)
+    peak, largest = _decode_bytes(
+        config=config, resolution=resolution, dtype=dtype, tiling=tiling, images=images
+    )
     return peak + largest
 
 # %% ../../nbs/06_planning/00_plan.ipynb #1d89e9c3
@@ -887,6 +896,9 @@ REWARD_MODEL_SIZES = {  # parameters, bytes of each
     "pickscore": (0.986e9, 4),
     "clip": (0.428e9, 4),
     "imagereward": (0.447e9, 4),
+    "hpsv21": (0.986e9, 4),  # the same CLIP as PickScore
+    "aesthetic": (0.428e9, 4),  # CLIP; its head has 0.9 million
+    "geneval": (0.497e9, 4),  # Mask2Former with Swin-S, and CLIP
 }
 
 
@@ -918,11 +930,11 @@ def _peak_memory(
             parts["rewards"] += int(count * size)
     parts["decoding"] = max(
         decode_bytes_on_gpu(
-            config,
-            side,
-            settings.dtype,
-            settings.vae_tiling,
-            images_decoded_at_once(config, side, images),
+            config=config,
+            resolution=side,
+            dtype=settings.dtype,
+            tiling=settings.vae_tiling,
+            images=images_decoded_at_once(config, side, images),
         )
         for side, images in batches.items()
     )
@@ -1063,7 +1075,13 @@ def _phase_shares(
     if share is not None:
         return dict.fromkeys(phases, RateShare(share, "given"))
     return {
-        name: rate_share(where.name, settings.dtype, resolution, config, kind)
+        name: rate_share(
+            device=where.name,
+            dtype=settings.dtype,
+            resolution=resolution,
+            config=config,
+            phase=kind,
+        )
         for name, (kind, resolution) in phases.items()
     }
 
@@ -1527,7 +1545,14 @@ def _describe_device(
     device = find_device(name)
     once, times, last = _evaluation_flops(settings, config)
     total, parts = _peak_memory(settings, config, processes)
-    phases = iteration_seconds(settings, config, device, share, processes, counts)
+    phases = iteration_seconds(
+        settings=settings,
+        config=config,
+        where=device,
+        share=share,
+        processes=processes,
+        counts=counts,
+    )
     rate = getattr(device, settings.dtype)
     shares = _phase_shares(settings, config, device, share)
     iteration = sum(phases.values())
@@ -1544,7 +1569,7 @@ def _describe_device(
     if not fits:
         changes, least = _find_savings(settings, config, device, processes)
         if changes is None:
-            text = f"nothing that plan knows: with every saving it still takes {least / 1e9:.0f} GB"
+            text = f"no setting that `plan` tries: with all savings it still takes {least / 1e9:.0f} GB"
         else:
             text = _describe_changes(changes)
         rows.append(("  would fit with", text))
@@ -1677,7 +1702,14 @@ def describe_estimates(
 
     # Memory and time: on the named device, or a lower bound at the rate.
     if device:
-        rows += _describe_device(settings, config, device, share, processes, counts)
+        rows += _describe_device(
+            settings=settings,
+            config=config,
+            name=device,
+            share=share,
+            processes=processes,
+            counts=counts,
+        )
     else:
         memory = numbers["memory_bytes"]
         least = {name: _duration(seconds) for name, seconds in numbers["least_seconds"].items()}

@@ -149,7 +149,7 @@ def _shape_templates() -> np.ndarray:  # (radii * offsets^2 * shapes, 16, 16), b
     templates = []
     for (radius, blur), x, y in product(_RADII_BLURS, _OFFSETS, _OFFSETS):
         for shape in SHAPES:
-            thing = SceneObject(shape, "blue", 32 + x, 32 + y, radius)
+            thing = SceneObject(shape=shape, colour="blue", x=32 + x, y=32 + y, radius=radius)
             picture = render_scene(Scene("", (thing,))).filter(ImageFilter.GaussianBlur(blur))
             ((_, _, mask),) = _components(images_to_numpy([picture]))
             stretched, _ = _stretch(mask[None])

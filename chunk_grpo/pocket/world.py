@@ -275,7 +275,7 @@ def sample_scene(
         things = []
         for (shape, named_colour), (x, y, radius) in zip(spec.objects, layout, strict=True):
             colour = named_colour or shared or names[rng.integers(len(names))]
-            things.append(SceneObject(shape, colour, x, y, radius))
+            things.append(SceneObject(shape=shape, colour=colour, x=x, y=y, radius=radius))
         # The relation must be clear: it holds, and no other does.
         if _apart(things) and (
             spec.relation is None or spatial_relations(*things) == {spec.relation}

@@ -279,9 +279,7 @@ def read_image(file: Path) -> PIL.Image.Image:
         with PIL.Image.open(file) as image:
             return image.convert("RGB")
     except (OSError, SyntaxError, ValueError, PIL.Image.DecompressionBombError) as error:
-        raise InputError(
-            f"a run must hold its images whole; {file} cannot be read ({error})"
-        ) from None
+        raise InputError(f"the images of a run must be readable; {file} is not ({error})") from None
 
 
 @functools.cache
@@ -558,11 +556,11 @@ class LiveFigure:
     def __init__(
         self,
         settings: Settings,  # of the run
-        every: float = 2.0,  # seconds between two drawings
+        interval: float = 2.0,  # seconds between two drawings
     ):
         """Choose the first training reward that is also scored on held-out prompts."""
         self.settings = settings
-        self.every = every
+        self.interval = interval
         self.name = next(
             (name for name in reward_weights(settings) if name in settings.eval_rewards), None
         )
@@ -581,7 +579,7 @@ class LiveFigure:
         self.lines = earlier + [dict(line)]
         if (
             line["iteration"] >= self.settings.iterations
-            or time.monotonic() - self.drawn >= self.every
+            or time.monotonic() - self.drawn >= self.interval
         ):
             self.draw()
 
@@ -599,7 +597,7 @@ class LiveFigure:
 def watch_run(
     run: str | Path,  # folder of a run that is in progress, or has ended
     on_log: Callable | None = None,  # called with (line, settings); None: the live figure
-    every: float = 1.0,  # seconds between two reads of the folder
+    interval: float = 1.0,  # seconds between two reads of the folder
 ) -> str:  # finished, failed or interrupted
     """Follow a run through its folder until it has ended."""
     settings = read_run_settings(run)
@@ -617,4 +615,4 @@ def watch_run(
                 on_log(line, settings)
         if status not in ("created", "running"):
             return status
-        time.sleep(every)
+        time.sleep(interval)

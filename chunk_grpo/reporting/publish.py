@@ -66,7 +66,7 @@ def sample_run_images(
     seeds: Sequence[int],  # one image per prompt and arm each
 ) -> Iterator[dict]:  # per image: prompt, number, arm, split, seed, generator_seed, image
     """Yield an image of every prompt, arm and seed."""
-    model.encode(list(dict.fromkeys(prompts)))
+    model.set_resolution(settings.eval_resolution).encode(list(dict.fromkeys(prompts)))
     held_out = held_out_prompts(settings)
     for number, prompt in enumerate(prompts):
         # A held-out prompt keeps its index in the list, and with it the noise of the evaluation.
@@ -74,12 +74,12 @@ def sample_run_images(
         for arm, split in arms.items():
             for seed in seeds:
                 sampled = run_images.sample_arm_images(
-                    model,
-                    settings.model_copy(update={"eval_seed": seed}),
-                    {index: prompt},
-                    [(index, 0)],
-                    arm,
-                    split,
+                    model=model,
+                    settings=settings.model_copy(update={"eval_seed": seed}),
+                    prompts={index: prompt},
+                    places=[(index, 0)],
+                    arm=arm,
+                    split=split,
                 )
                 pixels = sampled[0].permute(1, 2, 0).numpy()
                 yield {
@@ -135,7 +135,7 @@ def _check_samples(
                 f"a seed must be a whole number from 0 to {2**63 - 1}; got {seed!r:.80}"
             )
     if len(set(seeds)) < len(seeds):
-        raise InputError(f"`seeds` must be different from each other; got {list(seeds)!r:.80}")
+        raise InputError(f"`seeds` must all differ; got {list(seeds)!r:.80}")
     if out is not None:
         run_folder.check_new_folder(out)
 
@@ -231,7 +231,9 @@ def sample_run(
         if folder:
             folder.mkdir()
         model = run_images.load_trained_policy(run, settings, folder=weights)
-        for x in sample_run_images(model, settings, prompts, chosen, seeds):
+        for x in sample_run_images(
+            model=model, settings=settings, prompts=prompts, arms=chosen, seeds=seeds
+        ):
             if folder:
                 x["file"] = f"{x['number']:05d}-{x['arm']}-{x['seed']}.png"
                 x["image"].save(folder / x["file"])
@@ -240,7 +242,11 @@ def sample_run(
             now = time.monotonic()
             if now - last_report >= 10 or len(images) == total:
                 progress = run_images.progress_text(
-                    len(images), total, now - began, cost, total_cost - cost
+                    done=len(images),
+                    images=total,
+                    seconds=now - began,
+                    spent=cost,
+                    left=total_cost - cost,
                 )
                 say(f"samples: {progress}")
                 last_report = now
@@ -280,7 +286,15 @@ def sample_widget(
             wanted = text.value
             if isinstance(held_out[0], inputs.ImagePrompt):  # a model that edits gets this image
                 wanted = held_out[0].with_text(wanted)
-            box.value = list(sample_run_images(model, settings, [wanted], chosen, [seed.value]))
+            box.value = list(
+                sample_run_images(
+                    model=model,
+                    settings=settings,
+                    prompts=[wanted],
+                    arms=chosen,
+                    seeds=[seed.value],
+                )
+            )
             pixels = [np.asarray(x["image"]) for x in box.value]
             names = [ARM_LABELS[x["arm"]] for x in box.value]
             view.value = gallery_html([(text.value, pixels)], names, 192)
@@ -424,7 +438,10 @@ def model_card(
         options=pipeline_options(settings, pipeline),
         layout=layout,
         start=adapters.START_FILE if (run / adapters.START_FOLDER).is_dir() else "",
-        prompt=next(iter(prompts), "a photo"),
+        prompt=str(next(iter(prompts), "a photo")),
+        source=f"{name}/{_SOURCE_FILE}" if inputs.find_family(pipeline).edits_images else "",
+        source_size=settings.eval_resolution,
+        pipeline=pipeline,
         seed=derive_seed(settings.eval_seed, -1, 0, 0),
         scores=_markdown_table(tables.evaluation_rows(summary["rewards"])) if summary else "",
         as_trained=tables.as_trained_note(summary) if summary else "",
@@ -444,6 +461,9 @@ def _copy_pipeline(
         if is_module and name != "transformer" and (base / name).is_dir():
             ignored = shutil.ignore_patterns(*inputs.OTHER_FILES)
             shutil.copytree(base / name, folder / name, ignore=ignored)
+
+
+_SOURCE_FILE = "source.png"  # in an exported folder: the image that the card's prompt edits
 
 
 def _export_adapter(
@@ -496,12 +516,13 @@ def export_run(
     if not (copies_known_files or trust or run_folder.is_own_run(run)):
         raise InputError(
             f"the run {run} was not made on this machine, and exporting it would copy the model "
-            f"{settings.model!r}; look at it, then add --trust"
+            f"{settings.model!r}; inspect it, then add --trust"
         )
     run_folder.check_trust(run, trust, doing="exporting", rewards_too=False)
     weights = run_images.find_newest_weights(run)
     inputs_used = ["model"]
-    if (trust or run_folder.is_own_run(run)) and held_out_prompts(settings):
+    prompts = held_out_prompts(settings) if trust or run_folder.is_own_run(run) else []
+    if prompts:
         inputs_used.append("eval_prompts")
     run_folder.check_run_inputs(run, settings, inputs_used)
     if weights.name == "final":
@@ -533,6 +554,9 @@ def export_run(
                 family=settings.family,
             )
             shutil.rmtree(weights_folder)
+        if prompts and isinstance(prompts[0], inputs.ImagePrompt):
+            size = settings.eval_resolution
+            inputs.open_source_image(prompts[0], size, size).save(temporary / _SOURCE_FILE)
         (temporary / "README.md").write_text(card, encoding="utf-8")
     return out
 

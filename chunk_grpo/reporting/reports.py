@@ -93,7 +93,7 @@ def _check_name(
     if key not in known:
         near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
         hint = f"did you mean `{near[0]}`?" if near else f"it takes {', '.join(known) or 'none'}"
-        raise InputError(f"`{key}` is no parameter of the report {Path(name).stem}; {hint}")
+        raise InputError(f"`{key}` is not a parameter of the report {Path(name).stem}; {hint}")
 
 
 def _check_type(
@@ -279,7 +279,7 @@ def execute_report(
     if failure:
         raise RuntimeError(
             f"the report {Path(name).stem} stopped in its cell {failure.exec_count} with "
-            f"{failure.ename}: {failure.evalue}; it is kept as far as it came in {out}"
+            f"{failure.ename}: {failure.evalue}; the part that ran is saved in {out}"
         ) from failure
     return out
 
@@ -304,7 +304,7 @@ def notebook_to_html(
     source = Path(source)
     out = Path(out)
     if not source.is_file():
-        raise InputError(f"the notebook to render must be a file; {source} is none")
+        raise InputError(f"the notebook to render must be a file; {source} is not")
     book = nbformat.read(source, as_version=4)
     book.metadata.pop("widgets", None)
     for cell in book.cells:

@@ -301,14 +301,14 @@ def trajectory_scrubber(
 # %% ../../nbs/12_reporting/03_widgets.ipynb #f99e0af4
 def write_lab_notebook(
     run: Path | str,  # a run's folder
-    folder: Path | str = ".",  # where the notebook is to lie
+    folder: Path | str = ".",  # where to write the notebook
 ) -> Path:  # FOLDER/NAME.ipynb
     """Write a notebook with the widgets of a run, unless it exists; raise InputError if it cannot lie there."""
     run = run_folder.find_run(Path(run))
     folder = Path(folder)
     file = folder / f"{run.resolve().name}.ipynb"
     if not folder.is_dir():
-        raise InputError(f"`--folder` must be a folder that is there; got {folder}")
+        raise InputError(f"`--folder` must be a folder that exists; got {folder}")
     if folder.resolve().is_relative_to(run.resolve()):
         raise InputError(
             f"`--folder` must lie outside the run's folder, which is data; got {folder}"
@@ -330,7 +330,7 @@ def write_lab_notebook(
 
 def lab_command(
     file: Path,  # a notebook
-    options: Sequence[str] = (),  # JupyterLab's own, such as --no-browser
+    options: Sequence[str] = (),  # for JupyterLab, such as --no-browser
 ) -> list[str]:
     """Return the command that opens JupyterLab on a notebook, and imports nothing from the working folder."""
     root = f"--ServerApp.root_dir={file.resolve().parent}"

@@ -112,7 +112,7 @@ def exchange(
                 if len(answer) > _MAX_ANSWER_BYTES:
                     raise InputError(
                         f"reward: the server {url} answered with more than {_MAX_ANSWER_BYTES:,} bytes; "
-                        "scores take less."
+                        "which is too much for scores."
                     )
                 if time.monotonic() > end:
                     raise TimeoutError
@@ -141,10 +141,10 @@ def _parse_answer(
         message = "".join(c if c.isprintable() else " " for c in str(detail)[:400]).strip()
         if status >= 500:
             raise TransientError(f"status {status}, {message}")
-        raise InputError(f"reward: the server {url} refused ({status}): {message}")
+        raise InputError(f"reward: the server {url} rejected the request ({status}): {message}")
     if not isinstance(content, dict):
         raise InputError(
-            f"reward: the server {url} must answer with JSON; it said {answer[:80]!r}."
+            f"reward: the server {url} must answer with JSON; it answered {answer[:80]!r}."
         )
     return content
 
@@ -177,7 +177,7 @@ def request_scores(
     )
     if not are_numbers or len(answer) != len(prompts):
         raise InputError(
-            f"reward: {what} must answer with {len(prompts)} scores, one an image; it did not."
+            f"reward: {what} must answer with {len(prompts)} scores, one per image; it did not."
         )
     scores = torch.tensor([float(x) for x in answer], dtype=torch.float64).float()
     for score, prompt in zip(scores.tolist(), prompts, strict=True):
@@ -279,7 +279,7 @@ class RemoteReward(Patience):
         """
         token = os.environ.get(self.token_variable) if self.token_variable else None
         if self.token_variable and not re.fullmatch("[!-~]+", token or ""):
-            problem = "set to what no header can hold" if token else "not set"
+            problem = "set to characters that a header cannot hold" if token else "not set"
             raise InputError(
                 f"`token_variable` must name an environment variable with the token of {self.url}; "
                 f"{self.token_variable} is {problem}"

@@ -41,9 +41,11 @@ class HPSv3PackageReward:
         self.device = scorer.device
 
     def check_prompt(self, prompt: str) -> None:
-        """Raise ValueError for a prompt that contains one of HPSv3's marks."""
+        """Raise ValueError for a prompt that contains a special marker of HPSv3 (`<|...|>`)."""
         if "<|" in prompt:
-            raise ValueError(f"prompts: {prompt!r} holds <|, which HPSv3 keeps for its own marks")
+            raise ValueError(
+                f"prompts: {prompt!r} contains <|, which HPSv3 reserves for its own markers"
+            )
 
     def __call__(
         self,

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['target_text', 'normalize_text', 'text_score', 'OCRReward', 'load_ocr']
 
-# %% ../../nbs/05_reward_serving/04_ocr.ipynb #5fb0f8fb
+# %% ../../nbs/05_reward_serving/04_ocr.ipynb #f5fda090
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-# %% ../../nbs/05_reward_serving/04_ocr.ipynb #159ca5cf
+# %% ../../nbs/05_reward_serving/04_ocr.ipynb #d8c48af8
 def target_text(
     record: Mapping,  # of a prompt
     prompt: str = "",  # for a record without the prompt
@@ -44,7 +44,7 @@ def text_score(
         return 1.0
     return 1 - min(distance(wanted, found), len(wanted)) / len(wanted)
 
-# %% ../../nbs/05_reward_serving/04_ocr.ipynb #bb5ef091
+# %% ../../nbs/05_reward_serving/04_ocr.ipynb #0bc8b1aa
 class OCRReward:
     """Reads images and compares their text with the text that was asked for."""
 

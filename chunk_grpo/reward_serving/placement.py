@@ -166,7 +166,7 @@ class LocalServer:
         """
         if python and not os.access(python, os.X_OK):
             raise InputError(
-                f"`python` must be the interpreter of an environment; {str(python)!r} is no program"
+                f"`python` must be the Python interpreter of an environment; {str(python)!r} is not a program"
             )
         self.name = name
         self.loader = loader
@@ -241,7 +241,9 @@ class LocalServer:
                 raise
             except InputError as error:
                 # The reward's own message is passed on, without the words about a server.
-                message = re.sub(r"^reward: the server \S+ refused \(422\): ", "", str(error))
+                message = re.sub(
+                    r"^reward: the server \S+ rejected the request \(422\): ", "", str(error)
+                )
                 if not message.startswith("reward: "):
                     message = f"reward: {self.name} failed in its worker: {message}"
                 raise InputError(message) from None
@@ -359,7 +361,7 @@ def environment_python(
     path = environment_dir(environment, folder)
     if not (path / "ready.json").is_file():
         raise InputError(
-            f"`environment` must have been made: `chunk-grpo reward-env {environment}` makes it"
+            f"`environment` must exist; create it with `chunk-grpo reward-env {environment}`"
         )
     return path / "bin/python"
 
@@ -385,7 +387,7 @@ def create_environment(
             return path
         shutil.rmtree(path, ignore_errors=True)  # of a process that was interrupted
         log.unlink(missing_ok=True)
-        say(f"making {path} with Python {sys.version.split()[0]}")
+        say(f"creating {path} with Python {sys.version.split()[0]}")
         _run_logged(log, sys.executable, "-m", "venv", path)
         for lines, options in zip(requirements, ([], ["--no-deps"]), strict=True):
             if lines:
@@ -422,7 +424,7 @@ def _run_logged(
         lines = [line.strip() for line in text.splitlines() if line.strip()] or ["nothing"]
         last = next((line for line in reversed(lines) if line.startswith("ERROR")), lines[-1])
         raise InputError(
-            f"environment: it could not be made; the last words were {last!r}, the log is {log}."
+            f"environment: it could not be created; the last line of its log was {last!r}, the log is {log}."
         )
 
 # %% ../../nbs/05_reward_serving/02_placement.ipynb #cfe1c40a

@@ -96,7 +96,7 @@ def unpack_request(
     Raises ValueError with a one-sentence message if the body is not a valid request.
     """
     if len(body) < 8 or int.from_bytes(body[:8], "little") > _MAX_TEXT:
-        raise ValueError("body must be a safetensors file with a short head; it is none")
+        raise ValueError("body must be a safetensors file with a short header")
     try:
         tensors = load(body)
         prompts = _read_json_tensor(tensors.pop("prompts"), _PROMPTS)
@@ -108,7 +108,7 @@ def unpack_request(
         }
     except (SafetensorError, ValidationError, KeyError, TypeError, ValueError) as error:
         raise ValueError(
-            f"body must be a safetensors file with images and prompts; it is none ({type(error).__name__})"
+            f"body must be a safetensors file with images and prompts; it cannot be read ({type(error).__name__})"
         ) from None
     for name, values in inputs.items():
         if len(values) != len(prompts):
@@ -147,7 +147,7 @@ def unpack_request(
     # NaN compares as False, so this condition rejects it too.
     if is_float and not (batch.min() >= -0.01 and batch.max() <= 1.01):
         raise ValueError(
-            "images must be finite numbers from 0 to 1 where they are floats; got "
+            "images must be finite numbers from 0 to 1 if they are floats; got "
             f"{batch.min():.3g} to {batch.max():.3g}"
         )
     return ScoringRequest(images, prompts, inputs)
@@ -165,7 +165,7 @@ def import_loader(path: str) -> Callable:
         namespace = vars(importlib.import_module(module))
     if not callable(namespace.get(name)):
         raise ValueError(
-            f"{path!r} names no function; allowed are module:function and file.py:function"
+            f"{path!r} does not name a function; allowed are module:function and file.py:function"
         )
     return namespace[name]
 
@@ -294,7 +294,7 @@ def call_reward(
         or len(scores) != len(prompts)
     ):
         raise ValueError(
-            f"reward: {name} must return {len(prompts)} numbers, one an image; it did not"
+            f"reward: {name} must return {len(prompts)} numbers, one per image; it did not"
         )
     for score, prompt in zip(scores, prompts, strict=True):
         if not math.isfinite(score):
@@ -498,7 +498,7 @@ def run_reward_server(
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind(address)
     except (OSError, UnicodeError) as error:
-        reason = getattr(error, "strerror", None) or "it is no name"
+        reason = getattr(error, "strerror", None) or "not a host name"
         raise ValueError(
             f"`host` and `port` must be free here; got {host!r} and {port} ({reason})"
         ) from None

@@ -62,8 +62,7 @@ def patchify_image(
         size = smart_resize(*x.shape[-2:], IMAGE_FACTOR, TARGET_PIXELS, TARGET_PIXELS)
     except ValueError:
         raise InputError(
-            f"images: one of {x.shape[-1]} x {x.shape[-2]} pixels came; allowed are sides of at most 200 "
-            "to 1."
+            f"`images` must have sides of at most 200 to 1; got {x.shape[-1]} x {x.shape[-2]} pixels"
         ) from None
     x = normalize_images(resize_like_pillow(x, size))[0]
     rows = x.shape[-2] // IMAGE_FACTOR
@@ -174,7 +173,13 @@ class HPSv3(ModelScorer):
     ) -> Tensor:  # (b, 2), mu and log sigma
         """Return both numbers for each image of one batch."""
         return self.predict_rewards(
-            build_hpsv3_inputs(self.tokenizer, images, prompts, self.device, self.dtype)
+            build_hpsv3_inputs(
+                tokenizer=self.tokenizer,
+                images=images,
+                prompts=prompts,
+                device=self.device,
+                dtype=self.dtype,
+            )
         )
 
     def predict_rewards(
@@ -233,7 +238,7 @@ def load_hpsv3(
     rows = state.get("model.language_model.embed_tokens.weight", torch.zeros(0)).shape[0]
     if rows != len(tokenizer):
         raise InputError(
-            f"base: its tokenizer has {len(tokenizer)} words with {REWARD_TOKEN}, HPSv3.safetensors has "
+            f"base: its tokenizer has {len(tokenizer)} tokens with {REWARD_TOKEN}, HPSv3.safetensors has "
             f"{rows}; allowed is the base model it was trained from, {_HPSV3_BASE_ID}."
         )
 

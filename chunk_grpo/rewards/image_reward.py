@@ -51,7 +51,7 @@ def read_imagereward_weights(
     except Exception as error:  # reading a damaged pickle can raise anything
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise InputError(
-            f"weights: {pt} is refused, since it is damaged or holds code ({reason}); allowed is a file "
+            f"weights: {pt} cannot be loaded, because it is damaged or contains code ({reason}); allowed is a file "
             "of tensors only, as the hub's THUDM/ImageReward has it."
         ) from None
     prefixes = {
@@ -77,7 +77,7 @@ def read_imagereward_weights(
             break
     if not weights["vision"] or not weights["mlp"]:
         raise InputError(
-            f"weights: {pt} holds no ImageReward; allowed is the file of the hub's THUDM/ImageReward."
+            f"weights: {pt} does not hold an ImageReward model; allowed is the file of the hub's THUDM/ImageReward."
         )
     return weights
 

@@ -40,13 +40,13 @@ def images_to_tensor(
     if pictures is not images or not all(isinstance(image, Image.Image) for image in images):
         kinds = ", ".join(sorted({type(image).__name__ for image in pictures}))
         raise InputError(
-            f"images: {kinds} came; allowed are a tensor (B, 3, H, W) or a list of PIL images."
+            f"`images` must be a tensor (B, 3, H, W) or a list of PIL images; got {kinds}"
         )
     sizes = sorted({image.size for image in images})
     if len(sizes) > 1:
         raise InputError(
-            f"images: {len(images)} images of {len(sizes)} sizes came ({sizes[0]}, {sizes[1]}, ...); a "
-            "batch has one size: resize them first, or pass one image at a time."
+            f"`images` must all have one size; got {len(images)} images of {len(sizes)} sizes ({sizes[0]}, {sizes[1]}, ...): "
+            "resize them first, or pass one image at a time"
         )
     arrays = np.stack([np.asarray(image.convert("RGB")) for image in images])
     return torch.from_numpy(arrays).to(device).permute(0, 3, 1, 2).float() / 255
@@ -68,15 +68,11 @@ def _check_image_tensor(
 ) -> Tensor:  # (B, 3, H, W), float32 in [0, 1]
     """Check a tensor of images and convert it to floats in [0, 1]."""
     if images.ndim != 4 or images.shape[1] != 3 or 0 in images.shape[2:]:
-        raise InputError(
-            f"images: a tensor of shape {tuple(images.shape)} came; allowed is (B, 3, H, W)."
-        )
+        raise InputError(f"`images` must have the shape (B, 3, H, W); got {tuple(images.shape)}")
     if images.dtype == torch.uint8:
         return images.to(device).float() / 255
     if not images.is_floating_point():
-        raise InputError(
-            f"images: a tensor of {images.dtype} came; allowed are uint8 and floats in [0, 1]."
-        )
+        raise InputError(f"`images` must be uint8, or floats in [0, 1]; got {images.dtype}")
     x = images.to(device).float()
     if x.numel():
         low, high = x.aminmax()
@@ -86,7 +82,7 @@ def _check_image_tensor(
     # NaN compares as False, so this condition rejects it too.
     if not (low >= -0.01 and high <= 1.01):
         raise InputError(
-            f"images: floats from {low.item():.3g} to {high.item():.3g} came; allowed are [0, 1]."
+            f"`images` must be floats in [0, 1]; got {low.item():.3g} to {high.item():.3g}"
         )
     return x.clamp(0, 1)
 

@@ -122,7 +122,7 @@ def load_reward_with_options(
     reward = target(**options)
     if not callable(reward):
         raise InputError(
-            f"reward: {name} makes a {type(reward).__name__}, which cannot be called; allowed is a "
+            f"reward: {name} creates a {type(reward).__name__}, which cannot be called; allowed is a "
             "class with __call__(images, prompts)."
         )
     _check_reward_call(name, reward)
@@ -186,7 +186,7 @@ def score_images(
     """
     if len(images) != len(prompts):
         raise InputError(
-            f"reward: {len(images)} images came with {len(prompts)} prompts; allowed is one an image."
+            f"reward: got {len(images)} images and {len(prompts)} prompts; allowed is one prompt per image."
         )
     inputs = _select_inputs(name, reward, prompts, records, groups)
     batches = []
@@ -208,12 +208,12 @@ def score_images(
             close()
             raise InputError(
                 f"reward: {name} returned a {type(returned).__name__} that cannot be read as "
-                f"numbers ({str(error)[:80]}); allowed is one number an image."
+                f"numbers ({str(error)[:80]}); allowed is one number per image."
             ) from None
         if scores.shape != (len(batch_prompts),):
             raise InputError(
                 f"reward: {name} returned scores of shape {tuple(scores.shape)} for "
-                f"{len(batch_prompts)} images; allowed is one score an image, shape "
+                f"{len(batch_prompts)} images; allowed is one score per image, shape "
                 f"({len(batch_prompts)},)."
             )
         if not torch.isfinite(scores).all():
@@ -275,8 +275,8 @@ def check_prompts(
         if rejected:
             number, reason = rejected
             raise InputError(
-                f"`{field.strip('`')}` must hold prompts that the reward {name} can score; number "
-                f"{number + 1} is none: {reason}"
+                f"`{field.strip('`')}` must hold prompts that the reward {name} can score; prompt "
+                f"{number + 1} cannot be scored: {reason}"
             )
 
 

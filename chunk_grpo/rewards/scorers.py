@@ -44,8 +44,8 @@ def locate_hub_file(
         return Path(hf_hub_download(str(place), file))
     except (OSError, ValueError):  # the hub's errors are either
         raise InputError(
-            f"{option}: {str(place)!r} is no folder here, and {file} of that hub id is neither in the "
-            "hub's cache nor can it be downloaded (offline nothing is); allowed is a folder or a hub id "
+            f"{option}: {str(place)!r} is not a folder, and {file} of that hub id is neither in the "
+            "hub's cache nor can it be downloaded (are you offline?); allowed is a folder or a hub id "
             f"such as {default!r}."
         ) from None
 
@@ -122,10 +122,10 @@ class ModelScorer:
         Raises InputError if `prompts` is not a list of strings, or does not have one prompt per image.
         """
         if isinstance(prompts, str) or not all(isinstance(prompt, str) for prompt in prompts):
-            raise InputError(f"prompts: {prompts!r} came; allowed is a list of strings.")
+            raise InputError(f"`prompts` must be a list of strings; got {prompts!r}")
         if len(images) != len(prompts):
             raise InputError(
-                f"prompts: {len(prompts)} came with {len(images)} images; allowed is one an image."
+                f"`prompts` must be one per image; got {len(prompts)} for {len(images)} images"
             )
         scores = []
         for start in range(0, len(prompts), self.batch_size):

@@ -375,8 +375,8 @@ def check_launcher() -> None:
     ]
     if wrong:
         raise InputError(
-            f"`processes` is 1, but the environment says {', '.join(wrong)}, as under torchrun or mpirun, "
-            "and the run would wait for others; start chunk-grpo by itself, with `processes`, or unset "
+            f"`processes` is 1, but the environment sets {', '.join(wrong)}, as torchrun and mpirun do, "
+            "so the run would wait for other processes; start chunk-grpo directly, with `processes`, or unset "
             "these variables"
         )
 
@@ -411,8 +411,8 @@ def train(
     total = processes * nodes
     if nodes > 1 and max_restarts:
         raise InputError(
-            "`max_restarts` must be 0 with several machines, whose processes cannot meet again in torch's "
-            f"static rendezvous; got {max_restarts}, and `--resume` goes on from the newest checkpoint"
+            "`max_restarts` must be 0 with several machines, because torch's static rendezvous "
+            f"cannot be repeated; got {max_restarts}. `--resume` resumes from the newest checkpoint"
         )
     if not 0 <= node_rank < nodes:
         raise InputError(
@@ -428,7 +428,7 @@ def train(
         check_launcher()
     elif objects := [one for one in callbacks if not isinstance(one, str)]:
         raise InputError(
-            "`callbacks` must be names such as file.py:name with several processes, each of which makes its own; "
+            "`callbacks` must be names such as file.py:name with several processes, each of which creates its own; "
             f"got {objects[0]!r:.80}"
         )
     for name in callbacks:
@@ -440,7 +440,7 @@ def train(
         resume = holds_run(out)
     # The first machine makes the folder; the others only check what they can.
     if not node_rank:
-        run = create_run(settings, out, resume, total, nodes)
+        run = create_run(settings=settings, out=out, resume=resume, processes=total, nodes=nodes)
         if on_made:
             on_made(run)
         if read_run_info(run)["status"] == "finished":
@@ -449,7 +449,16 @@ def train(
         check_processes(settings, total)
         check_environment(settings.compile)
         run = Path(os.path.realpath(str(out)))
-    train_folder(run, callbacks, not resume, processes, nodes, node_rank, rendezvous, max_restarts)
+    train_folder(
+        run=run,
+        callbacks=callbacks,
+        fresh=not resume,
+        processes=processes,
+        nodes=nodes,
+        node_rank=node_rank,
+        rendezvous=rendezvous,
+        max_restarts=max_restarts,
+    )
     return run
 
 

@@ -91,7 +91,7 @@ def file_of_run(
 def find_run(path: str | Path) -> Path:
     """Return the path of a run folder; raise InputError if the folder holds no run."""
     if not file_of_run(path, "run.json").is_file():
-        raise InputError(f"the run must be a folder with a run.json; {str(path)!r} is none")
+        raise InputError(f"the run must be a folder with a run.json; {str(path)!r} has none")
     return Path(path)
 
 
@@ -154,8 +154,8 @@ def read_run_settings(
     unknown = [name for name in note["settings"] if name not in known]
     if unknown:
         warnings.warn(
-            f"version {__version__} does not know these settings of the run {run_text}, and leaves "
-            f"them out: {', '.join(unknown):.200}",
+            f"version {__version__} does not have these settings of the run {run_text} and ignores "
+            f"them: {', '.join(unknown):.200}",
             stacklevel=1,
         )
     try:
@@ -228,9 +228,7 @@ def check_new_folder(
 ) -> None:
     """Raise InputError if a new run would spoil files in the folder, or if the folder is not writable."""
     if (out / "run.json").is_file():
-        raise InputError(
-            f"`out` must be a new folder; {out} holds a run, which is taken up with resume"
-        )
+        raise InputError(f"`out` must be a new folder; {out} holds a run, which can be resumed")
     if out.exists() and not out.is_dir():
         raise InputError(f"`out` must be a new or an empty folder; {out} is a file")
     for file in out.iterdir() if out.exists() else ():
@@ -340,7 +338,7 @@ def check_trust(
         file = str(raw.get(field, "")).rpartition(":")[0]
         if file.endswith(".py") and not os.path.isabs(file):
             raise InputError(
-                f"`{field}` of a run must name a file of code from the root; {run} names {file[:80]!r}"
+                f"`{field}` of a run must name a code file by its absolute path; {run} names {file[:80]!r}"
             )
     settings = read_run_settings(run)
     origin = run_origin(run)
@@ -358,7 +356,7 @@ def check_trust(
         advice = ", or give other rewards" if rewards_too else ""
         raise InputError(
             f"RUN: {run} was not made on this machine, and {doing} it would run "
-            f"{', and '.join(untrusted)}; look at its run.json, then add --trust"
+            f"{', and '.join(untrusted)}; inspect its run.json, then add --trust"
             f"{advice} (in Python trust=True)."
         )
 
@@ -382,11 +380,11 @@ def _check_edited_code(
     # If the code is the same, an environment or another file has changed.
     setting, reason = change or (
         "reward_options",
-        "its environment, or a file, is another one here",
+        "its environment or a file is different here",
     )
     raise InputError(
-        f"`{setting}` of {run} names code that is not what the run was trained with: {reason}; look "
-        "at it, then add --trust (in Python trust=True)"
+        f"`{setting}` of {run} names code that differs from what the run was trained with: {reason}; inspect "
+        "it, then add --trust (in Python trust=True)"
     )
 
 
@@ -398,8 +396,8 @@ def _check_modules_elsewhere(settings: Settings) -> None:  # s: of a trusted run
             continue
         if code_files(name) and not code_files(name, here=False):
             raise InputError(
-                f"a run from elsewhere takes no code from the working folder; the module {module} of "
-                f"{name[:80]!r} is found only there"
+                f"a run from another machine must not load code from the working folder; the module {module} of "
+                f"{name[:80]!r} exists only there"
             )
 
 
@@ -447,7 +445,7 @@ def check_run_inputs(
     if changed:
         raise InputError(
             f"`{changed}` must be what the run {run} was trained with; {getattr(settings, changed)} has changed since, or is "
-            "another one of that name"
+            "a different one with the same name"
         )
 
 
@@ -532,7 +530,10 @@ def create_run(
         if resume:
             note, done = read_previous()
             changed = [
-                name.removesuffix("_sha256") for name in hashes if hashes[name] != note[name]
+                name.removesuffix("_sha256")
+                for name in hashes
+                if hashes[name]
+                != note.get(name, hashes[name])  # an older run has no records_sha256
             ]
             if changed:
                 raise InputError(

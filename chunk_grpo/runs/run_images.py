@@ -53,9 +53,10 @@ from chunk_grpo.core.settings import (
 from ..models import adapters, trainable
 from chunk_grpo.models.inputs import (
     ImagePrompt,
+    hash_records,
     open_source_image,
     prompt_content,
-    read_run_prompts,
+    read_run_prompts_with_records,
 )
 from ..models.policy import TORCH_DTYPES, Policy
 from ..planning.plan import choose_image_device
@@ -79,7 +80,7 @@ def find_trained_weights(run: Path | str) -> Path:  # its folder final/
     """Return the folder of a finished run's weights; raise InputError if there is none."""
     if not (Path(run) / "final").is_dir():
         raise InputError(
-            f"run: {run} has no trained weights in final/; a finished run is needed: resume it first."
+            f"run: {run} has no trained weights in final/, because it is not finished; resume it first."
         )
     return Path(run) / "final"
 
@@ -190,7 +191,9 @@ def load_trained_policy(
         net.requires_grad_(False)
     expected_shapes = {str(i): p.shape for i, p in enumerate(parameters)}
     if {k: w.shape for k, w in weights.items()} != expected_shapes:
-        raise checkpoints.damaged(folder, "its weights are not of the shapes that are trained")
+        raise checkpoints.damaged(
+            folder, "the shapes of its weights are not those of the trained weights"
+        )
     for i, p in enumerate(parameters):
         p.data.copy_(weights[str(i)])
     return policy
@@ -217,15 +220,15 @@ def sample_arm_images(
     )
     model.set_resolution(settings.resolution if sampler else settings.eval_resolution)
     return sample_images(
-        model,
-        prompts,
-        places,
-        settings.eval_seed,
-        settings.eval_steps,
-        split,
-        settings.rollout_batch,
-        sampler,
-        TORCH_DTYPES[settings.latents_dtype],
+        policy=model,
+        prompts=prompts,
+        places=places,
+        seed=settings.eval_seed,
+        steps=settings.eval_steps,
+        split=split,
+        batch=settings.rollout_batch,
+        sampler=sampler,
+        storage_dtype=TORCH_DTYPES[settings.latents_dtype],
     )
 
 # %% ../../nbs/09_runs/02_run_images.ipynb #ae0ef414
@@ -233,16 +236,20 @@ def score_prompt_images(
     images: torch.Tensor,  # (B, 3, H, W) in [0, 1]
     texts: list[str],  # one prompt per image
     scorers: Mapping[str, Callable],  # rewards by name
+    records: Sequence[Mapping] | None = None,  # of each image's prompt; None: the prompts alone
+    groups: Sequence[int] | None = None,  # number of each image's prompt
 ) -> list[dict]:  # one per image: scores, category, objects, each by the reward's name
     """Score images, and collect the category of the prompt and the objects of the image if a reward has them."""
     scores = {
-        name: rewards.score_images(name, scorer, images, texts).tolist()
+        name: rewards.score_images(
+            name, scorer, images, texts, records=records, groups=groups
+        ).tolist()
         for name, scorer in scorers.items()
     }
     objects = {
         name: r.objects(images, texts) for name, r in scorers.items() if hasattr(r, "objects")
     }
-    records = []
+    found = []
     for n, text in enumerate(texts):
         record = {
             "scores": {name: values[n] for name, values in scores.items()},
@@ -251,8 +258,8 @@ def score_prompt_images(
             },
             "objects": {name: [int(x) for x in values[n]] for name, values in objects.items()},
         }
-        records.append(record)
-    return records
+        found.append(record)
+    return found
 
 # %% ../../nbs/09_runs/02_run_images.ipynb #c61c82b2
 def evaluation_parts(
@@ -260,9 +267,13 @@ def evaluation_parts(
     prompts: int,  # how many there are
     arms: Mapping[str, int | None],  # arm -> split
 ) -> list[tuple[str, int, int]]:  # arm, first image, last image plus 1
-    """Cut an evaluation into parts of `rollout_batch` neighbouring images, arm by arm."""
+    """Cut an evaluation into parts of `rollout_batch` neighbouring images, arm by arm.
+
+    A part holds whole prompts, so a reward that compares the images of a prompt gets them all. A part is larger than
+    `rollout_batch` if the images of one prompt are.
+    """
     count = prompts * settings.eval_images
-    size = settings.rollout_batch
+    size = max(1, settings.rollout_batch // settings.eval_images) * settings.eval_images
     return [(arm, low, min(low + size, count)) for arm in arms for low in range(0, count, size)]
 
 
@@ -293,12 +304,22 @@ def draw_part(
     part: tuple[str, int, int],  # of `evaluation_parts`
     split: int | None,  # of the arm, see `sample_arm_images`
     folder: Path,  # that gets the images, as ARM/00000.png
+    prompt_records: Sequence[Mapping] | None = None,  # of all prompts; None: the prompts alone
 ) -> list[dict]:  # one record per image
     """Sample and score the images of a part and write them to disk."""
     arm, low, high = part
     places = [divmod(n, settings.eval_images) for n in range(low, high)]
-    images = sample_arm_images(model, settings, prompts, places, arm, split)
-    judged = score_prompt_images(images, [prompts[p] for p, _ in places], scorers)
+    images = sample_arm_images(
+        model=model, settings=settings, prompts=prompts, places=places, arm=arm, split=split
+    )
+    numbers = [p for p, _ in places]
+    judged = score_prompt_images(
+        images,
+        [prompts[p] for p in numbers],
+        scorers,
+        records=[prompt_records[p] for p in numbers] if prompt_records else None,
+        groups=numbers,
+    )
     records = []
     make_folders(folder / arm)
     for n, image, (p, i), found in zip(range(low, high), images, places, judged, strict=True):
@@ -336,6 +357,8 @@ def begun_folder(
         "prompts": [prompt_content(prompt) for prompt in prompts],
         "weights": hash_trained_weights(run),
     }
+    if records := hash_records(settings.eval_prompts, "eval_prompts"):
+        what["records"] = records
     name = hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:12]
     return file_of_run(run, f"evaluation.begun/{name}")
 
@@ -408,7 +431,7 @@ def draw_share(
     run = Path(run)
     settings = load_settings(settings)
     folder = Path(folder)
-    prompts = read_run_prompts(settings, "eval_prompts")
+    prompts, prompt_records = read_run_prompts_with_records(settings, "eval_prompts")
     done = read_parts(folder)
     todo = [
         part
@@ -418,11 +441,20 @@ def draw_share(
     # The scorers are loaded inside: a worker gets as many threads as this process has when it starts.
     with drawing_threads(settings.threads):
         scorers = load_scorers(settings, run, trust)
-        rewards.check_prompts(scorers, prompts, "eval_prompts")
+        rewards.check_prompts(scorers, prompts, "eval_prompts", prompt_records)
         model = load_trained_policy(run, settings)
         file = folder / f"parts-{uuid.uuid4().hex}.jsonl"
         for part in todo:
-            records = draw_part(model, settings, prompts, scorers, part, arms[part[0]], folder)
+            records = draw_part(
+                model=model,
+                settings=settings,
+                prompts=prompts,
+                scorers=scorers,
+                part=part,
+                split=arms[part[0]],
+                folder=folder,
+                prompt_records=prompt_records,
+            )
             append_json_line(file, {"part": part, "records": records})
             watch()
 
@@ -456,7 +488,7 @@ def image_cost(
     settings: Settings,  # of the evaluation
     arm: str,  # its name
 ) -> int:  # in forwards times pixels; only ratios are meaningful
-    """Return the cost of an image of an arm."""
+    """Return what sampling one image of an arm costs."""
     if arm in AS_TRAINED_ARMS:
         return settings.steps * math.prod(image_size(settings.resolution))
     return settings.eval_steps * math.prod(image_size(settings.eval_resolution))
@@ -479,7 +511,7 @@ def progress_watcher(
     parts: list[tuple[str, int, int]],  # all parts of the evaluation
     folder: Path,  # of the finished parts
     say: Callable[[str], None],  # receives the lines
-    every: float = 10.0,  # seconds between two lines, at least
+    interval: float = 10.0,  # seconds between two lines, at least
 ) -> Callable[[], None]:
     """Return a function that counts the finished parts of all processes and reports the progress."""
 
@@ -499,7 +531,7 @@ def progress_watcher(
         nonlocal last_time, last_done
         done, spent = count_work(read_parts(folder))
         now = time.monotonic()
-        if done > last_done and (now - last_time >= every or done == images):
+        if done > last_done and (now - last_time >= interval or done == images):
             progress = progress_text(
                 done=done,
                 images=images,
@@ -511,7 +543,7 @@ def progress_watcher(
             last_time, last_done = now, done
 
     if images_before:
-        say(f"evaluation: goes on, {images_before:,} of {images:,} images are there")
+        say(f"evaluation: resumed, {images_before:,} of {images:,} images are finished")
     return look
 
 # %% ../../nbs/09_runs/02_run_images.ipynb #5ee51ca8
@@ -567,7 +599,7 @@ def share_out(
     count: int,  # processes
     watch: Callable[[], None] = lambda: None,  # as in `run_programs`
 ) -> None:
-    """Call a function in several processes, each with its `share`; raise InputError with the error of one that fails."""
+    """Call a function in several processes, each with its own `share`; raise InputError if a process fails."""
     orders = [
         (
             ["chunk_grpo.runs.run_images", draw, json.dumps({**given, "share": (number, count)})],
@@ -578,7 +610,7 @@ def share_out(
     code, last_line = run_programs(orders, watch)
     if code:
         reason = last_line or f"exit status {code}"
-        raise InputError(f"{what}: a process that draws failed: {reason}")
+        raise InputError(f"{what}: a sampling process failed: {reason}")
 
 
 @contextlib.contextmanager

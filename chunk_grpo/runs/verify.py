@@ -94,7 +94,7 @@ def _metrics_changes(
         if a != b
     ]
     if len(run_lines) < len(checkpoint_lines):
-        changes.append("metrics.jsonl has lost lines")
+        changes.append("lines are missing from metrics.jsonl")
     return changes
 
 
@@ -105,12 +105,12 @@ def find_changes(
     """Find every file of a run that differs from what was written; return sentences."""
     folders = checkpoints.list_checkpoints(run)
     changes = [text for folder in folders for text in _checkpoint_changes(run, folder, note)]
-    unknown = [] if folders else ["there are no checkpoints to compare with"]
+    unknown = [] if folders else ["there are no checkpoints to compare"]
     if (run / "final").is_dir():
         if note.get("final_sha256"):
             changes += _file_changes(run, "final", note["final_sha256"])
         else:
-            unknown.append("final/ has no sums in run.json")
+            unknown.append("run.json has no checksums of final/")
     # Several checkpoints may report the same change.
     return list(dict.fromkeys(changes)), unknown
 
@@ -126,7 +126,10 @@ def _difference_share(
     if a == b:
         return 0.0
     if isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
-        return max(_difference_share(name, x, y, line, settings) for x, y in zip(a, b, strict=True))
+        return max(
+            _difference_share(name=name, a=x, b=y, line=line, settings=settings)
+            for x, y in zip(a, b, strict=True)
+        )
     # Counts and the learning rate must be equal.
     are_numbers = isinstance(a, (int, float)) and isinstance(b, (int, float))
     if not are_numbers or isinstance(a, int) or name == "lr":
@@ -159,7 +162,9 @@ def compare_lines(
                 "name": name,
                 "run": line[name],
                 "again": other[name],
-                "share": _difference_share(name, line[name], other[name], line, settings),
+                "share": _difference_share(
+                    name=name, a=line[name], b=other[name], line=line, settings=settings
+                ),
             }
             if row["share"]:
                 rows.append(row)
@@ -275,7 +280,7 @@ def repeat_run(
     except launch.TrainingFailed:  # its message names a log in a temporary folder
         reason = run_folder.read_run_info(folder)["error"]
         raise InputError(
-            f"the run must be one that can be trained here; it was not: {reason}"
+            f"the run must be trainable on this machine; it failed: {reason}"
         ) from None
 
 # %% ../../nbs/09_runs/03_verify.ipynb #3a6a7f19
@@ -303,7 +308,13 @@ def verify_run(
     if not processes:
         processes = note.get("processes", 1) if note.get("nodes", 1) == 1 else 1
     with temporary_folder("verify") as folder:
-        again = repeat_run(settings, count, processes, folder / "run", on_log)
+        again = repeat_run(
+            settings=settings,
+            iterations=count,
+            processes=processes,
+            folder=folder / "run",
+            on_log=on_log,
+        )
         rows = compare_lines(run_lines, run_folder.read_metrics_lines(again), settings)
         # Weights can be compared only if the whole run was repeated.
         is_whole = count == settings.iterations and note["status"] == "finished" and final.is_dir()
@@ -339,34 +350,42 @@ def verify_run(
 
 # %% ../../nbs/09_runs/03_verify.ipynb #91917763
 def verification_lines(
-    found: Mapping,  # of `verify_run`
+    verification: Mapping,  # of `verify_run`
     most: int = 5,  # deviations to name
 ) -> list[str]:
     """Describe the answer of `verify_run` in lines of text, the answer first."""
-    last, rows, weights = found["iterations"], found["deviations"], found["weights"]
+    last, rows, weights = (
+        verification["iterations"],
+        verification["deviations"],
+        verification["weights"],
+    )
     repeated = f"iterations 0 to {last}"
     if weights is not None:
         repeated += " and the final weights"
     answers = {
         "identical": f"identical: {repeated} are the same, to the last bit",
-        "within tolerance": f"within tolerance: {repeated} are the same but for rounding",
+        "within tolerance": f"within tolerance: {repeated} are the same up to rounding",
         "differs": f"differs: {repeated} were repeated",
     }
-    out = [answers[found["answer"]], *found["changed"]]
+    out = [answers[verification["answer"]], *verification["changed"]]
     for row in rows[:most]:
         if math.isinf(row["share"]):
             how = "not allowed to differ"
         else:
-            how = f"{100 * row['share']:.2g}% of what is allowed"
+            how = f"{100 * row['share']:.2g}% of the tolerance"
         out.append(
             f"{row['name']} of iteration {row['iteration']}: {row['run']} in the run, "
             f"{row['again']} again, {how}"
         )
     if len(rows) > most:
-        out.append(f"{len(rows) - most} further numbers differ by less")
+        out.append(f"{len(rows) - most} more numbers differ, by less")
     if weights:
-        out.append(f"final weights: apart by {100 * weights:.2g}% of what is allowed")
-    pairs = [f"{name}: {a} in the run, {b} again" for name, (a, b) in found["differences"].items()]
+        out.append(f"final weights: differ by {100 * weights:.2g}% of the tolerance")
+    pairs = [
+        f"{name}: {a} in the run, {b} again" for name, (a, b) in verification["differences"].items()
+    ]
     if rows or weights:
-        out += ["why that may be:", *pairs] if pairs else ["nothing that a run notes is different"]
-    return out + [f"not looked at: {text}" for text in found["unknown"]]
+        out += (
+            ["possible reasons:", *pairs] if pairs else ["the two runs record no other difference"]
+        )
+    return out + [f"not checked: {text}" for text in verification["unknown"]]

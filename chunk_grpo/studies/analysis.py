@@ -229,12 +229,14 @@ def common_rewards(rows: Sequence[Mapping]) -> list[str]:
     return [name for name in rewards if all(name in row["scores"]["base"] for row in rows)]
 
 
-def format_difference(found: Mapping) -> str:  # found: mean, lo, hi
+def format_difference(
+    difference: Mapping,  # with mean, lo and hi
+) -> str:
     """Format a difference with its interval, or alone if a single seed gives no interval."""
     numbers = {}
     for name in ("mean", "lo", "hi"):
-        is_nan = found[name] != found[name]
-        numbers[name] = None if is_nan else found[name]
+        is_nan = difference[name] != difference[name]
+        numbers[name] = None if is_nan else difference[name]
     return format_interval(numbers, signed=True)
 
 # %% ../../nbs/13_studies/03_analysis.ipynb #5bf3d2f6
@@ -399,7 +401,7 @@ def curve_column(
     """Return one curve of a run; raise InputError if it has none of that name."""
     if name not in row["curve"]:
         raise InputError(
-            f"reward: got {name!r}, allowed is what stands in the curve: {', '.join(row['curve'])}."
+            f"reward: got {name!r}, allowed are the columns of the curve: {', '.join(row['curve'])}."
         )
     return np.array(row["curve"][name], dtype=float)
 

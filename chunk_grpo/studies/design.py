@@ -43,9 +43,9 @@ class Study(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
     title: str = field("", "", "", "What the study is about.", min_length=1)
-    question: str = field("", "", "", "What it is to answer.", min_length=1)
+    question: str = field("", "", "", "The question that it answers.", min_length=1)
     outcome: str = field(
-        "", "", "", "The reward whose gain over the base decides; empty: not said."
+        "", "", "", "The reward whose gain over the base decides; empty: not stated."
     )
     smallest_effect: float = field(
         0.0,
@@ -54,8 +54,8 @@ class Study(BaseModel):
         "Smallest difference of interest; the seeds are as many as it takes to see it.",
         ge=0,
     )
-    stopping: str = field("", "", "", "When the study ends, and who looks at results before that.")
-    seeds: int = field(5, "seeds", "", "Every arm is run with so many seeds.", ge=1, le=10_000)
+    stopping: str = field("", "", "", "When the study ends, and who sees results before that.")
+    seeds: int = field(5, "seeds", "", "Number of seeds of every arm.", ge=1, le=10_000)
     more_seeds: dict[str, int] = field(
         {},
         "seeds",
@@ -63,21 +63,21 @@ class Study(BaseModel):
         "Arm -> number of its seeds, if that is more than `seeds`.",
         takes="a mapping from arms to numbers",
     )
-    first_seed: int = field(0, "", "", "The first of them; the others follow.", ge=0, le=10**9)
+    first_seed: int = field(0, "", "", "The first seed; the others follow.", ge=0, le=10**9)
     reference: str = field("", "", "", "Arm that the others are compared with.", min_length=1)
     arms: dict[str, dict] = field(
         {},
         "",
         "",
-        "Name of an arm -> the settings in which it leaves the base.",
+        "Name of an arm -> the settings in which it differs from the base.",
         takes="a mapping from names of arms to settings",
     )
     after: dict[str, str] = field(
         {},
         "",
         "",
-        "Arm -> arm whose finished run it goes on from, with more iterations.",
-        takes="a mapping from an arm to the arm that it goes on from",
+        "Arm -> arm whose finished run it continues, with more iterations.",
+        takes="a mapping from an arm to the arm that it continues",
     )
     contrasts: dict[str, list[list[str]]] = field(
         {},
@@ -91,7 +91,11 @@ class Study(BaseModel):
         {}, "", "", "Settings of the evaluation that ends a trial.", takes="a mapping of settings"
     )
     splits: int = field(
-        0, "steps", "", "Evaluate hybrid inference at every so many steps; 0: as in a run.", ge=0
+        0,
+        "steps",
+        "",
+        "Steps between two splits at which hybrid inference is evaluated; 0: as in a run.",
+        ge=0,
     )
     tune: dict[str, list[Any]] = field(
         {},
@@ -117,13 +121,13 @@ class Study(BaseModel):
         le=10,
     )
     tune_seeds: int = field(
-        2, "seeds", "", "Seeds of the trying, none of the study's.", ge=1, le=10_000
+        2, "seeds", "", "Number of seeds for tuning; the study uses other seeds.", ge=1, le=10_000
     )
     tune_prompts: str = field(
         "pocket:validation",
         "",
         "",
-        "Prompts that judge what is tried, written as `eval_prompts` is.",
+        "Prompts on which the tried settings are compared, written like `eval_prompts`.",
         min_length=1,
     )
 
@@ -182,7 +186,7 @@ class Study(BaseModel):
                 chain.append(earlier)
             if earlier:
                 raise InputError(
-                    f"`after` must lead back to an arm that goes on from none; {earlier} goes on from "
+                    f"`after` must lead back to an arm that starts from the base; {earlier} continues "
                     "itself"
                 )
         return self
@@ -275,7 +279,7 @@ def _arm_settings(
             setting.check_resume(settings[before], settings[arm])
         except InputError as error:
             raise InputError(
-                f"arm {arm} of the study {home.name} cannot go on from {before}: {error}"
+                f"arm {arm} of the study {home.name} cannot continue {before}: {error}"
             ) from None
     return settings
 
@@ -546,7 +550,7 @@ def plan_record(
     if commit is None and not unplanned:
         raise InputError(
             f"the plan of a study must be committed before its first trial; {why}: "
-            "commit it, or give --unplanned, which marks the rows for ever"
+            "commit it, or give --unplanned, which the rows record permanently"
         )
 
     # Without user code this is the hash of the files alone.

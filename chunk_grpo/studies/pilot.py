@@ -30,7 +30,7 @@ def tuning_arms(
     study: Study,
     grown: Mapping[str, Sequence[dict]] = {},  # arm -> points beyond the grid, in order
 ) -> dict[str, tuple[str, dict]]:  # name of an arm of the tuning study -> arm of the study, point
-    """List every arm at every point of its grid, and then at those beyond it.
+    """List every arm with every point of its grid, and then with the points that were added beyond the grid.
 
     Raises InputError if there is nothing to try.
     """
@@ -161,7 +161,7 @@ def choose_settings(
 
 def next_points(
     study: Study,
-    found: Mapping[str, Mapping],  # as `choose_settings` returns it
+    choices: Mapping[str, Mapping],  # as `choose_settings` returns it
 ) -> dict[str, list[dict]]:  # arm -> points; only arms that are to try more
     """List the points beyond the grid that arms try next.
 
@@ -169,7 +169,7 @@ def next_points(
     in the same ratio, with the best point's values of its other settings.
     """
     further: dict[str, list[dict]] = {}
-    for arm, best in found.items():
+    for arm, best in choices.items():
         for name in best["edge"]:
             values = {point[name] for point in best["points"]}
             tried = sorted(values, key=lambda x: (isinstance(x, str), x))
@@ -318,16 +318,16 @@ def pilot_difference_sd(
 
 # %% ../../nbs/13_studies/05_pilot.ipynb #77956b25
 def _matching_points(
-    found: Mapping,  # what tuning found for an arm: settings, gain, points
-    own: Mapping,  # the same for the reference arm
+    tuned: Mapping,  # what tuning found for an arm: settings, gain, points
+    reference: Mapping,  # the same for the reference arm
 ) -> list[tuple[dict, dict]]:
     """Pair the points of two arms that agree in every setting that both tried.
 
     If an arm has several such points, its best one is used.
     """
-    shared = [name for name in own["settings"] if name in found["settings"]]
+    shared = [name for name in reference["settings"] if name in tuned["settings"]]
     if not shared:
-        return [*zip(found["points"], own["points"], strict=True)]
+        return [*zip(tuned["points"], reference["points"], strict=True)]
 
     def best_points(arm: Mapping) -> dict[tuple, dict]:
         """Return values of the shared settings -> the best point of an arm with them."""
@@ -335,8 +335,8 @@ def _matching_points(
         # Later points replace earlier ones, so the best one stays.
         return {tuple(point[name] for name in shared): point for point in ordered}
 
-    arm_points = best_points(found)
-    reference_points = best_points(own)
+    arm_points = best_points(tuned)
+    reference_points = best_points(reference)
     pairs = []
     for values, point in arm_points.items():
         if values in reference_points:

@@ -70,7 +70,7 @@ def eligible_nodes(
             text = " and ".join(f"{n:g} {name}" for name, n in needed.items())
             raise InputError(
                 f"`threads` must leave room for a trial on a node of the Ray cluster; {trial.name} takes "
-                f"{text}, and none of {len(nodes)} nodes has that"
+                f"{text}, which none of {len(nodes)} nodes has"
             )
         eligible |= fitting
     return sorted(eligible)
@@ -121,7 +121,7 @@ class RayPool:
         self.gpus = ray.cluster_resources().get("GPU", 0) >= 1
         self.mark = None
         self.refs = []  # of the submitted tasks
-        self.how = f"at a time in the hands of the Ray cluster {address}"
+        self.how = f"at a time on the Ray cluster {address}"
 
     def room(
         self,

@@ -424,7 +424,9 @@ class _Progress:
         time_left = format_time_left(
             total_left, self.first_left - total_left, time.time() - self.began
         )
-        return f"{self.counted()} trials finished; {time_left}; going: {', '.join(going) or 'none'}"
+        return (
+            f"{self.counted()} trials finished; {time_left}; running: {', '.join(going) or 'none'}"
+        )
 
     def write(self) -> None:
         """Write the rows to results.jsonl in the order of the plan, with the looks at outcomes."""
@@ -442,7 +444,7 @@ class _Progress:
         self,
         pool: "LocalPool",  # where trials run
         processes: int,  # trials at once
-        every: float,  # between two lines of status, s
+        status_interval: float,  # between two lines of status, s
     ) -> None:
         """Run trials until none is left that can begin."""
         waiting = self.unfinished()
@@ -468,7 +470,7 @@ class _Progress:
                 else:
                     self.write()
                     self.say(f"{self.counted()}  {trial.name}  {seconds:.0f} s")
-            if time.time() - last_status > every:
+            if time.time() - last_status > status_interval:
                 last_status = time.time()
                 self.say(self.status())
 
@@ -510,7 +512,9 @@ def _say_gains(
 ) -> None:
     """Print the gain of every finished trial, one per line."""
     title = (
-        "; gains over the base:" if complete else "; a look at gains, which the rows will tell of:"
+        "; gains over the base:"
+        if complete
+        else "; an interim look at gains, which the rows record:"
     )
     study.say(f"{len(study.rows)} of {len(study.plan)} trials of the plan are finished{title}")
     for name, row in study.rows.items():
@@ -525,7 +529,7 @@ def run_study(
     seeds: Sequence[int] | None = None,  # only these seeds; None: all
     known: Sequence[dict] = (),  # rows of trials that were finished elsewhere
     say: Callable[[str], None] = print,  # receives lines of status
-    every: float = 30.0,  # between two lines of status, s
+    status_interval: float = 30.0,  # between two lines of status, s
     pool: LocalPool | None = None,  # where trials run; None: on this host
     unplanned: bool = False,  # begin without a committed plan; the rows record it
     peek: bool = False,  # print gains before the last trial; the rows record it
@@ -564,7 +568,7 @@ def run_study(
             f"{study.counted()} trials are finished, {len(unfinished)} are left, {processes or room} {pool.how}; "
             f"they lie in {out}"
         )
-        study.work(pool, processes or room, every)
+        study.work(pool, processes or room, status_interval)
         if study.failed:
             name, why = next(iter(study.failed.items()))
             raise launch.TrainingFailed(

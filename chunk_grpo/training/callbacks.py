@@ -32,16 +32,16 @@ class Callback:
     """Events of a run; every process of the run calls them."""
 
     def on_train_begin(self, state) -> None:
-        """The policy is loaded and the newest checkpoint restored."""
+        """Called when the policy is loaded and the newest checkpoint is restored."""
 
     def on_log(self, state, line: dict) -> None:
-        """A line of metrics is complete; the base is iteration 0."""
+        """Called with each finished line of metrics; iteration 0 is the base."""
 
     def on_save(self, state, folder: Path) -> None:
-        """A checkpoint is on the disk."""
+        """Called when a checkpoint is written to `folder`."""
 
     def on_train_end(self, state) -> None:
-        """The trained weights are in `final/`."""
+        """Called when the trained weights are written to `final/`."""
 
 
 class _LogFunction(Callback):
@@ -145,9 +145,7 @@ class Logger(Callback):
             used = {"threads": torch.get_num_threads(), "device": state.accelerator.device.type}
             write_json(file, read_json(file) | {"trained_share": share} | used)
         beside = (
-            f"an adapter of {count:,} weights beside"
-            if state.policy.lora
-            else f"{count:,} weights,"
+            f"an adapter of {count:,} weights on" if state.policy.lora else f"{count:,} weights,"
         )
         self.say(f"training {beside} {share:.1%} of the model")
         if state.policy.lora:
@@ -157,7 +155,7 @@ class Logger(Callback):
         if state.settings.tracker != "none":
             if state.settings.tracker not in IMAGE_TRACKERS:
                 self.say(
-                    f"{state.settings.tracker} gets numbers; images stay in {state.run / 'samples'}"
+                    f"{state.settings.tracker} receives numbers only; images are in {state.run / 'samples'}"
                 )
             flat = {
                 k: v if isinstance(v, (int, float)) else str(v)
@@ -199,8 +197,8 @@ def _clip_alarm(lines: Sequence[dict], settings: Settings) -> str:
     if not most or not _holds_in_a_row(lines, lambda line: share(line) > 0.75 * most):
         return ""
     return (
-        f"the clip took the gradient of {share(lines[-1]):.0%} of the items, of at most {most:.0%}: the steps are "
-        f"too large for `clip_range` {settings.clip_range:g}"
+        f"clipping removed the gradient of {share(lines[-1]):.0%} of the chunk samples, of at most {most:.0%}: the "
+        f"steps are too large for `clip_range` {settings.clip_range:g}"
     )
 
 
@@ -208,7 +206,7 @@ def _floor_alarm(lines: Sequence[dict], settings: Settings) -> str:
     """Check whether rounding alone reaches the clip range."""
     floor = lines[-1].get("ratio_floor") or 0.0
     return (
-        f"the floor of the ratio, {floor:.1e}, reaches a tenth of clip_range"
+        f"the ratio error before the first update, {floor:.1e}, is at least a tenth of clip_range"
         if floor >= settings.clip_range / 10
         else ""
     )
@@ -220,7 +218,7 @@ def _flat_alarm(lines: Sequence[dict], settings: Settings) -> str:
         lines,
         lambda line: (line.get("advantage_std_zero_groups") or 0) >= settings.prompts_per_iteration,
     )
-    words = f"in {_IN_A_ROW} iterations all images of each prompt had the same reward; nothing was learned"
+    words = f"in {_IN_A_ROW} iterations in a row, all images of each prompt had the same reward, so nothing was learned"
     return words if flat else ""
 
 
@@ -346,7 +344,7 @@ class Alarms(Callback):
         self.lines = read_json_lines(state.run / "metrics.jsonl")
 
     def on_log(self, state, line: dict) -> None:
-        """Look at the lines so far; StopTraining where `stop_on` names an alarm."""
+        """Print the alarms that this line raises; raise StopTraining if `stop_on` names one of them."""
         self.lines.append(line)
         raised = raised_alarms(self.lines, state.settings)
         for name, words in raised.items():
@@ -358,11 +356,11 @@ class Alarms(Callback):
         last = idle.index(False) if False in idle else len(idle)
         if last >= MOST_IDLE or last == state.settings.iterations:
             raise InputError(
-                "`learning_rate`, `kl` and the rewards must leave gradients that are finite; nothing was "
-                f"trained in the last {last} iterations, for no gradient was"
+                f"no update was applied in the last {last} iterations, because every gradient was infinite or NaN; "
+                "lower `learning_rate` or `kl`, or check the reward"
             )
         for name in [name for name in raised if name in state.settings.stop_on]:
             raise StopTraining(
                 f"`stop_on` names {name}, and after iteration {state.iteration} {raised[name]}; the "
-                f"checkpoint is kept, and a resumed run goes on, with or without {name} in `stop_on`"
+                f"checkpoint is kept, and the run can be resumed, with or without {name} in `stop_on`"
             )

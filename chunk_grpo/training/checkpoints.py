@@ -241,7 +241,7 @@ def tensor_problem(
         if name not in groups:
             return f"it has no {name}"
         if name != "optimizer" and {k: v.shape for k, v in groups[name].items()} != shapes:
-            return f"its {name} are not of the shapes that are trained"
+            return f"the shapes of its {name} are not those of the trained weights"
         infinite = [k for k, v in groups[name].items() if not is_finite(v)]
         if infinite:
             return f"{name} {infinite[0]} is not finite"
@@ -249,7 +249,9 @@ def tensor_problem(
         k: v for k, v in groups["optimizer"].items() if k.split(".")[1] in ("exp_avg", "exp_avg_sq")
     }
     cut = any(v.shape != shapes.get(k.split(".")[0]) for k, v in moments.items())
-    return "its optimizer's moments are not of the shapes that are trained" if cut else ""
+    return (
+        "the shapes of its optimizer's moments are not those of the trained weights" if cut else ""
+    )
 
 # %% ../../nbs/07_training/06_checkpoints.ipynb #e4f9c307
 def read_tensors(

@@ -15,7 +15,7 @@ import importlib.util
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -37,12 +37,22 @@ from ..method import credit, sharing
 from ..method.chunks import Chunks
 from ..method.sampler import Sampler
 from ..models import adapters, prompt_embeds, trainable
-from ..models.inputs import read_run_prompts, sample_prompt_indices, space_positions_evenly
+from chunk_grpo.models.inputs import (
+    read_run_prompts_with_records,
+    sample_prompt_indices,
+    space_positions_evenly,
+)
 from ..models.policy import TORCH_DTYPES, Policy, decode_latents
 from ..planning import plan
 from ..reward_serving import placement
 from ..rewards.images import image_statistics
-from ..rewards.rewards import StreamingScores, check_prompts, score_images, scoring_thread
+from chunk_grpo.rewards.rewards import (
+    StreamingScores,
+    check_prompts,
+    extra_inputs,
+    score_images,
+    scoring_thread,
+)
 from chunk_grpo.training.methods import (
     Method,
     ReplayContext,
@@ -84,6 +94,8 @@ class TrainingState:
     rewards: dict[str, Callable]
     method: Method
     run_id: str = ""  # of run.json, if there is one
+    records: Sequence[Mapping] = ()  # of `prompts`, one each
+    held_out_records: Sequence[Mapping] = ()  # of `held_out`, one each
     # scores images while the policy samples the next
     executor: ThreadPoolExecutor = field(default_factory=scoring_thread)
     limit: int = 0  # transitions in one forward pass of an update
@@ -113,17 +125,38 @@ class TrainingState:
     ) -> list[int]:  # positions in the list of prompts
         """Return this process's prompts of an iteration."""
         ids = sample_prompt_indices(
-            len(self.prompts), self.settings.prompts_per_iteration, self.settings.seed, iteration
+            total=len(self.prompts),
+            count=self.settings.prompts_per_iteration,
+            seed=self.settings.seed,
+            iteration=iteration,
         )
         share = len(ids) // self.accelerator.num_processes
         return ids[self.accelerator.process_index * share :][:share]
 
     def held_out_images(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-        """Return the images of an evaluation as (prompt's position, image's number): all, and those of this process."""
+        """Return the images of an evaluation as (prompt's position, image's number): all, and those of this process.
+
+        If a reward compares the images of a prompt, one process samples them all.
+        """
+        process, count = self.accelerator.process_index, self.accelerator.num_processes
         chosen = space_positions_evenly(len(self.held_out), self.settings.eval_count)
-        images = [(p, i) for p in chosen for i in range(self.settings.eval_images)]
-        local = images[self.accelerator.process_index :: self.accelerator.num_processes]
-        return images, local
+        numbers = range(self.settings.eval_images)
+        images = [(p, i) for p in chosen for i in numbers]
+        if self.compares_images:
+            return images, [(p, i) for p in chosen[process::count] for i in numbers]
+        return images, images[process::count]
+
+    @property
+    def compares_images(self) -> bool:
+        """Return whether a reward scores the images of a prompt together."""
+        return any("groups" in extra_inputs(reward) for reward in self.rewards.values())
+
+    def records_of(
+        self,
+        positions: Sequence[int],  # in the list of prompts, one per image
+    ) -> list[Mapping] | None:  # None: the prompts alone
+        """Return the record of each image's prompt, for the rewards that take it."""
+        return [self.records[p] for p in positions] if self.records else None
 
     def sampled_prompts(self) -> list[str]:
         """Return every prompt that this process will sample, once."""
@@ -179,16 +212,20 @@ def prepare_state(
     check_environment(settings.compile)
     accelerator = make_accelerator(trackers, run, settings.device)
     if trackers and not accelerator.log_with:  # accelerate leaves out what it does not find
-        raise InputError(f"`tracker` must be none or one that accelerate finds; got {trackers}")
+        raise InputError(
+            f"`tracker` must be none or a tracker that accelerate supports; got {trackers}"
+        )
     file = Path(run) / "run.json"
     note = read_json(file, RunInfo) if file.is_file() else {}
     run_id = note.get("run_id", "")
     # User code may have been edited since the run began.
     check_same_code(note, find_code(settings) if "code" in note else {}, Path(run))
     method = load_method(settings)
-    prompts = read_run_prompts(settings, "prompts")
-    held_out = read_run_prompts(settings, "eval_prompts")
-    sample_prompt_indices(len(prompts), settings.prompts_per_iteration, settings.seed, 0)
+    prompts, records = read_run_prompts_with_records(settings, "prompts")
+    held_out, held_out_records = read_run_prompts_with_records(settings, "eval_prompts")
+    sample_prompt_indices(
+        total=len(prompts), count=settings.prompts_per_iteration, seed=settings.seed, iteration=0
+    )
     setting.check_processes(settings, accelerator.num_processes)
     trained_on = setting.reward_weights(settings)
     names = dict.fromkeys([*trained_on, *settings.eval_rewards])
@@ -198,10 +235,21 @@ def prepare_state(
     }
     # With an `anchor_share` below 1, the other rewards score the images of training too.
     training_rewards = names if settings.anchor_share < 1 else trained_on
-    check_prompts({name: scorers[name] for name in training_rewards}, prompts, "prompts")
-    check_prompts(scorers, held_out, "eval_prompts")
+    training_scorers = {name: scorers[name] for name in training_rewards}
+    check_prompts(training_scorers, prompts, "prompts", records)
+    check_prompts(scorers, held_out, "eval_prompts", held_out_records)
     return TrainingState(
-        settings, Path(run), accelerator, prompts, held_out, trained_on, scorers, method, run_id
+        settings=settings,
+        run=Path(run),
+        accelerator=accelerator,
+        prompts=prompts,
+        held_out=held_out,
+        reward_weights=trained_on,
+        rewards=scorers,
+        method=method,
+        run_id=run_id,
+        records=records,
+        held_out_records=held_out_records,
     )
 
 # %% ../../nbs/07_training/04_iteration.ipynb #cfd5593f
@@ -309,7 +357,8 @@ def _score_completions(
 ) -> dict[str, Tensor]:  # raw scores (B,) by reward
     """Complete the states at the first of the levels by the ODE, and score the images.
 
-    If all images of a group are in one state, it is completed once and its score is repeated.
+    If all images of a group are in one state, it is completed once and its score is repeated. A reward that compares
+    the images of a group gets as many copies of the image.
     """
     start = int(levels[0])
     paths = context.trajectories
@@ -321,7 +370,7 @@ def _score_completions(
         images_per_state = state.settings.images_per_prompt
     current = paths.latents[:, start].float()
     first = torch.arange(0, len(paths.keys), images_per_state)
-    prompts = [state.prompts[paths.keys[i].prompt] for i in first.tolist()]
+    numbers = [key.prompt for key in paths.keys]  # of each image's prompt
 
     final = complete_states(
         policy=policy,
@@ -331,11 +380,27 @@ def _score_completions(
         levels=levels,
     )
     images = decode_latents(policy, final, batch)
-    scores = {
-        name: score_images(name, state.rewards[name], images, prompts)
-        for name in state.reward_weights
-    }
-    return {name: x.repeat_interleave(images_per_state) for name, x in scores.items()}
+
+    scores = {}
+    groups = [i // state.settings.images_per_prompt for i in range(len(numbers))]
+    for name in state.reward_weights:
+        reward = state.rewards[name]
+        repeats = images_per_state
+        reward_images = images
+        if "groups" in extra_inputs(reward):
+            reward_images = images.repeat_interleave(images_per_state, 0)
+            repeats = 1
+        scored = numbers[::repeats]
+        raw = score_images(
+            name=name,
+            reward=reward,
+            images=reward_images,
+            prompts=[state.prompts[p] for p in scored],
+            records=state.records_of(scored),
+            groups=groups[::repeats],
+        )
+        scores[name] = raw.repeat_interleave(repeats)
+    return scores
 
 
 def chunk_gains(
@@ -406,7 +471,14 @@ def compare_groups(
         returned = method.advantages(copies, dict(state.reward_weights))
         # If the package's own `advantages` are not finite, the rewards are at fault; the trainer says so.
         is_overridden = type(method).advantages is not Method.advantages
-        check_floats(method, "advantages", returned, shape, "(P, G)", finite=is_overridden)
+        check_floats(
+            method=method,
+            hook="advantages",
+            value=returned,
+            shape=shape,
+            names="(P, G)",
+            finite=is_overridden,
+        )
         return returned
 
     def compared(raw_scores: dict[str, Tensor]) -> Tensor:
@@ -428,7 +500,7 @@ def compare_groups(
     if settings.credit_of in ("depth", "leaves"):
         states = sharing.shared_states(method.noise_owner, sampler.stochastic)
         edges = sharing.edge_advantages(
-            combined, states, settings.credit_of, settings.advantage_clamp
+            scores=combined, states=states, rule=settings.credit_of, clamp=settings.advantage_clamp
         )
         return edges.flatten(0, 1)
 
@@ -480,25 +552,33 @@ def _begin_groups(
     keys = [ImageKey(seed, state.iteration, p, g) for p in prompt_ids for g in range(count)]
     row = torch.arange(len(prompt_ids)).repeat_interleave(count)
     scorers = {name: state.rewards[name] for name in names}
-    texts = [state.prompts[key.prompt] for key in keys]
-    streaming_scores = StreamingScores(state.executor, scorers, texts)
+    numbers = [key.prompt for key in keys]
+    streaming_scores = StreamingScores(
+        executor=state.executor,
+        scorers=scorers,
+        prompts=[state.prompts[p] for p in numbers],
+        records=state.records_of(numbers),
+        groups=row.tolist(),
+    )
     return prompt_ids, keys, row, streaming_scores
 
 
 def _anchored_images(
     state: TrainingState,
     combined: Tensor,  # (B,), combined rewards that are trained on
-    others: dict[str, Tensor],  # raw scores of the other rewards, (B,) each
+    other_scores: dict[str, Tensor],  # raw scores of the other rewards, (B,) each
 ) -> Tensor | None:  # (B,) bool; None: all
     """Return the images that the anchor counts for: those whose reward outruns the other rewards."""
     if state.settings.anchor_share >= 1:
         return None
     share = state.settings.anchor_share
-    return _of_all_groups(
-        state,
-        {"": combined, **others},
-        lambda every: credit.outrun_images(every.pop(""), list(every.values()), share),
-    )
+
+    def outrun(gathered: dict[str, Tensor]) -> Tensor:
+        """Choose among the images of all processes."""
+        trained = gathered.pop("")
+        return credit.outrun_images(trained, list(gathered.values()), share)
+
+    return _of_all_groups(state, {"": combined, **other_scores}, outrun)
 
 
 def _weigh_by_distance(
@@ -541,7 +621,12 @@ def sample_groups(state: TrainingState) -> Rollout:
             features.append(state.rewards[setting.embedding_reward(settings)].embed(images))
 
     # Sample with the present weights, or with a copy, as DiffusionNFT does.
-    before = ReplayContext(state.policy, conditioning, _LATER, state.reference_weights)
+    before = ReplayContext(
+        policy=state.policy,
+        conditioning=conditioning,
+        trajectories=_LATER,
+        reference_weights=state.reference_weights,
+    )
     with count_seconds(seconds, "rollout"):
         with (
             before.use_weights(method.sampling_reference)
@@ -571,7 +656,7 @@ def sample_groups(state: TrainingState) -> Rollout:
     # Compare the images of each group. Credit for chunks samples and scores completions first.
     needs_completions = "gain" in settings.credit_of or "," in settings.completion_strides
     with count_seconds(seconds, "completions") if needs_completions else contextlib.nullcontext():
-        advantage = compare_groups(state, context, scores, combined)
+        advantage = compare_groups(state=state, context=context, scores=scores, combined=combined)
 
     # Reward good images more if no other image of the group is like them.
     if settings.diversity:
@@ -647,8 +732,12 @@ def measure_ratio_floor(
 ) -> list[float]:  # in the batches of training, against the rollout's log-probabilities
     """Measure the largest |ratio - 1| before any update."""
     # Both passes use the batches of training; they differ in the graph alone.
-    without_graph = compute_transition_stats(context, update_batch, method, False)[0]
-    with_graph = compute_transition_stats(context, update_batch, method, True)[0]
+    without_graph = compute_transition_stats(
+        context=context, update_batch=update_batch, method=method, graph=False
+    )[0]
+    with_graph = compute_transition_stats(
+        context=context, update_batch=update_batch, method=method, graph=True
+    )[0]
     stochastic = context.trajectories.sampler.stochastic
     in_rollout = context.trajectories.log_probs[
         update_batch.image, torch.searchsorted(stochastic, update_batch.step)
@@ -686,17 +775,20 @@ def check_partition(
     )
     if not (inside and 0 <= int(trainable_steps[0]) and int(trainable_steps[-1]) < len(sampler)):
         raise wrong_return(
-            method,
-            "trainable_steps",
-            f"increasing transitions from 0 to {len(sampler) - 1}",
-            trainable_steps,
+            method=method,
+            hook="trainable_steps",
+            allowed=f"increasing transitions from 0 to {len(sampler) - 1}",
+            value=trainable_steps,
         )
     each = [chunks] if isinstance(chunks, Chunks) else chunks
     if not isinstance(each, list | tuple) or not (
         isinstance(chunks, Chunks) or len(each) == images
     ):
         raise wrong_return(
-            method, "partition", f"chunks for all images, or a list of {images}", chunks
+            method=method,
+            hook="partition",
+            allowed=f"chunks for all images, or a list of {images}",
+            value=chunks,
         )
     for one in each:
         if not isinstance(one, Chunks) or one.transitions != len(trainable_steps):
@@ -720,10 +812,10 @@ def check_selected_chunks(
     right = is_integer_tensor(chosen, 2) and len(chosen) == images and chosen.shape[1] > 0
     if not (right and -1 <= int(chosen.min()) and 0 <= int(chosen.max()) < count):
         raise wrong_return(
-            method,
-            "select_chunks",
-            f"numbers of chunks from 0 to {count - 1}, or -1, of shape (B, k), here ({images}, k)",
-            chosen,
+            method=method,
+            hook="select_chunks",
+            allowed=f"numbers of chunks from 0 to {count - 1}, or -1, of shape (B, k), here ({images}, k)",
+            value=chosen,
         )
     method.checked.add("select_chunks")
 
@@ -767,18 +859,30 @@ def build_update_batches(
     trainable_steps = method.trainable_steps(paths.sampler)
     with read_only(method, "partition", paths):
         chunks = method.partition(paths, state.profile.clone())
-    check_partition(method, paths.sampler, trainable_steps, chunks, len(paths.keys))
+    check_partition(
+        method=method,
+        sampler=paths.sampler,
+        trainable_steps=trainable_steps,
+        chunks=chunks,
+        images=len(paths.keys),
+    )
     with read_only(method, "select_chunks", paths):
         chosen = method.select_chunks(paths, chunks, state.profile.clone(), state.iteration)
     check_selected_chunks(
-        method,
-        chosen,
-        len(paths.keys),
-        len(chunks) if isinstance(chunks, Chunks) else max(map(len, chunks)),
+        method=method,
+        chosen=chosen,
+        images=len(paths.keys),
+        count=len(chunks) if isinstance(chunks, Chunks) else max(map(len, chunks)),
     )
     weights = method.transition_weights(paths.sampler)
     if weights is not None:
-        check_floats(method, "transition_weights", weights, (len(paths.sampler),), "(T,)")
+        check_floats(
+            method=method,
+            hook="transition_weights",
+            value=weights,
+            shape=(len(paths.sampler),),
+            names="(T,)",
+        )
 
     # A group without any advantage has no gradient, so its images may be left out.
     spread = (

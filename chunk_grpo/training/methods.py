@@ -201,7 +201,7 @@ class ChunkTerms:
     member: Tensor  # (N,) long, number of the image in its group
 
     def copy(self) -> "ChunkTerms":
-        """Return the same terms in tensors of their own, which a method may write into."""
+        """Return a copy whose tensors a method may write into."""
         return ChunkTerms(
             statistic=self.statistic.clone(),
             advantage=self.advantage.clone(),
@@ -213,9 +213,9 @@ class ChunkTerms:
 def describe_value(
     value: object,  # what a function returned
 ) -> str:
-    """Say what a value is, for an error: dtype and shape of a tensor, else its type."""
+    """Describe a value for an error message: dtype and shape of a tensor, otherwise its type."""
     if not isinstance(value, Tensor):
-        return f"a value of the type {type(value).__name__}"
+        return f"a {type(value).__name__}"
     broken = "" if bool(value.isfinite().all()) else " with numbers that are not finite"
     return f"{str(value.dtype).removeprefix('torch.')} of shape {tuple(value.shape)}{broken}"
 
@@ -246,10 +246,10 @@ def check_floats(
     same = isinstance(value, Tensor) and value.is_floating_point() and value.shape == shape
     if not same or finite and not bool(value.isfinite().all()):
         raise wrong_return(
-            method,
-            hook,
-            f"finite floating-point numbers of shape {names}, here {tuple(shape)}",
-            value,
+            method=method,
+            hook=hook,
+            allowed=f"finite floating-point numbers of shape {names}, here {tuple(shape)}",
+            value=value,
         )
     method.checked.add(hook)
 
@@ -442,7 +442,9 @@ def _count_iteration(
             return rollout_forwards(states[:, :group_size])
         return group_size * (len(sampler) - 1) + (1 if shares_first else group_size)
 
-    completed = completions(settings, sampler, trainable_steps, chunks)
+    completed = completions(
+        settings=settings, sampler=sampler, trainable_steps=trainable_steps, chunks=chunks
+    )
     prompts = settings.prompts_per_iteration
     return IterationCounts(
         rollout=prompts * count_forwards(settings.images_per_prompt)
@@ -624,7 +626,9 @@ class Method:
         grid = self.sigmas
         eta = self.window.strengths(len(grid) - 2, settings.eta, iteration, settings.seed)
         if settings.merge != "none":
-            grid, eta = merge_transitions(grid, eta, settings.merge, settings.shift)
+            grid, eta = merge_transitions(
+                sigmas=grid, eta=eta, merge=settings.merge, shift=settings.shift
+            )
         solver = settings.solver
         is_short = self.window.kind == "frozen" and len(grid) - 1 - self.window.width < 3
         if settings.merge.startswith("rest") and is_short:
@@ -632,7 +636,7 @@ class Method:
             solver = "euler"
         # E-GRPO's noise at sigma 1 is that of the whole grid.
         second = self.sigmas[1] if settings.merge.startswith("entropy") else None
-        return Sampler(grid, settings.sampler, eta, solver, second)
+        return Sampler(sigmas=grid, kind=settings.sampler, eta=eta, solver=solver, second=second)
 
     def trainable_steps(
         self,
@@ -658,7 +662,9 @@ class Method:
 
         # Images of one initial noise are compared with each other.
         rows = {name: x.reshape(shape[0] * seeds, -1) for name, x in scores.items()}
-        advantages = credit_advantages(rows, weights, settings.credit, settings.advantage_clamp)
+        advantages = credit_advantages(
+            scores=rows, weights=weights, form=settings.credit, clamp=settings.advantage_clamp
+        )
         return advantages.reshape(shape)
 
     # Over what is one ratio taken?
@@ -762,7 +768,7 @@ class Method:
         context: ReplayContext,  # trajectories and the policy that replays them
         image: Tensor,  # (m,), image of each transition
         index: Tensor,  # (m,), its step in the trajectory
-        anchor: bool = True,  # whether the anchor's penalty is wanted
+        anchor: bool = True,  # whether to compute the anchor's penalty
     ) -> tuple[tuple[Tensor, ...], Tensor | None]:
         """Return the statistics of transitions, with graph, and the penalty of the anchor.
 
@@ -837,7 +843,7 @@ class Method:
             return new[0] - old[0] if self.has_ratio else new[0]
         shift = surrogates.mean_shift(new[1], old[1], new[2])
         statistic = surrogates.transition_statistic(
-            self.settings.statistic, new[0] - old[0], shift, new[2]
+            kind=self.settings.statistic, log_ratio=new[0] - old[0], shift=shift, std=new[2]
         )
         return torch.stack([statistic, shift.detach()], 1) if self.statistic_size else statistic
 
@@ -858,7 +864,9 @@ class Method:
         if self.surrogate is not None:
             return self.surrogate(log_ratio, advantage, *shift[:1])
         objective = self.custom_surrogate(log_ratio.exp(), advantage, self.settings.clip_range)
-        check_floats(self, "surrogate", objective, advantage.shape, "(N,)")
+        check_floats(
+            method=self, hook="surrogate", value=objective, shape=advantage.shape, names="(N,)"
+        )
         return objective
 
     def kl_weight(
@@ -895,7 +903,9 @@ class Method:
         """Return the method's values in a line of metrics."""
         if not self.has_ratio:
             return {"loss_mean": items["loss"].mean().item()}
-        return ratio_metrics(items["ratio"], items["clipped"], chunk, count)
+        return ratio_metrics(
+            ratio=items["ratio"], clipped=items["clipped"], chunk=chunk, count=count
+        )
 
     def count_trained_per_image(
         self,
@@ -1020,7 +1030,7 @@ def _make_method(
         )
     if inspect.isabstract(made):
         lacking = ", ".join(f"`{name}`" for name in sorted(made.__abstractmethods__))
-        raise _wrong(made, "__init__", f"cannot make it: it is abstract and lacks {lacking}")
+        raise _wrong(made, "__init__", f"cannot make it: it is abstract and has no {lacking}")
     if words := _takes(made, Method):
         raise _wrong(made, "__init__", words)
     method = call_user_code(
@@ -1094,16 +1104,6 @@ def _check_attributes(method: Method) -> None:
             raise _wrong(method, name, f"must be True or False; got {getattr(method, name)!r:.80}")
 
 
-def _kind_of(value: object) -> str:
-    """Say what a value is: a tensor's numbers and shape, or a type."""
-    if not isinstance(value, Tensor):
-        return f"a {type(value).__name__}"
-    finite = ""
-    if value.is_floating_point() and not value.isfinite().all():
-        finite = " with numbers that are not finite"
-    return f"{str(value.dtype).removeprefix('torch.')} of shape {tuple(value.shape)}{finite}"
-
-
 def _check_chunks(
     method: Method,
     count: int,  # transitions that may be trained
@@ -1129,7 +1129,7 @@ def _check_chunks(
                 "", f"must return sizes of chunks; it returned a {type(made).__name__}"
             ) from None
         if any(type(size) is not int or size < 1 for size in sizes) or sum(sizes) != count:
-            shown = _kind_of(made) if isinstance(made, Tensor) else f"{made!r:.80}"
+            shown = describe_value(made) if isinstance(made, Tensor) else f"{made!r:.80}"
             raise fault(
                 "",
                 f"must return whole sizes that add up to the {count} transitions; it returned {shown}",
@@ -1175,7 +1175,7 @@ def _check_iteration(
             method,
             "trainable_steps",
             f"must return numbers of transitions, (n,) long, increasing and below "
-            f"{len(sampler)}; it returned {trainable_steps.tolist() if whole else _kind_of(trainable_steps)}",
+            f"{len(sampler)}; it returned {trainable_steps.tolist() if whole else describe_value(trainable_steps)}",
         )
     if len(trainable_steps):  # where there are none, `check` says so
         _check_chunks(method, len(trainable_steps))
@@ -1190,7 +1190,7 @@ def _check_iteration(
             method,
             "transition_weights",
             f"must return None or finite numbers of shape ({len(sampler)},); it returned "
-            f"{_kind_of(weights)}",
+            f"{describe_value(weights)}",
         )
 
 
@@ -1216,7 +1216,7 @@ def _check_surrogate(method: Method) -> None:
     ):
         raise fault(
             "",
-            f"must return a number for each of 3 ratios, shape (3,); it returned {_kind_of(objective)}",
+            f"must return a number for each of 3 ratios, shape (3,); it returned {describe_value(objective)}",
         )
 
 # %% ../../nbs/07_training/02_methods.ipynb #ae000022

@@ -46,8 +46,8 @@ def above_base_metrics(
     settings = state.settings
 
     def pairs(x: Tensor, images: int) -> Tensor:  # (P, n) of all processes
-        every: Any = state.accelerator.gather(x.to(state.accelerator.device))
-        return every.cpu().double().reshape(-1, images)[:, : settings.baseline_images]
+        gathered: Any = state.accelerator.gather(x.to(state.accelerator.device))
+        return gathered.cpu().double().reshape(-1, images)[:, : settings.baseline_images]
 
     above = {
         name: (
@@ -89,16 +89,16 @@ _TRAINER_GROUPS = (
 
 
 def check_method_metrics(
-    found: Any,  # what the method returned
+    metrics: Any,  # what the method returned
     method: str,  # its name, for the error's sentence
 ) -> dict[str, Any]:  # the same, with plain numbers for tensors of one number
     """Raise InputError where a method's metrics cannot stand in a line of metrics."""
-    if not isinstance(found, dict):
+    if not isinstance(metrics, dict):
         raise InputError(
-            f"`metrics` of {method} must be a mapping of names to numbers; got {type(found).__name__}"
+            f"`metrics` of {method} must be a mapping of names to numbers; got {type(metrics).__name__}"
         )
     plain = {}
-    for name, value in found.items():
+    for name, value in metrics.items():
         if not isinstance(name, str) or not name:
             raise InputError(f"`metrics` of {method} must have texts as names; got {name!r}")
         if name in _TRAINER_METRICS or name.startswith(_TRAINER_GROUPS):
@@ -118,7 +118,7 @@ def check_method_metrics(
         plain[name] = value
     problem = describe_schema_violation({"iteration": 0} | plain, MetricsLine)
     if problem:
-        raise InputError(f"`metrics` of {method} must be what a reader of them takes; {problem}")
+        raise InputError(f"`metrics` of {method} must fit a line of metrics; {problem}")
     return plain
 
 # %% ../../nbs/07_training/05_metrics.ipynb #1cd3c96d
@@ -155,10 +155,17 @@ def collect_metrics(
         gather(torch.tensor([x], device=device)).cpu() for x in (trained, kl / len(update.stats))
     )
     drawn = sample_prompt_indices(
-        len(state.prompts), settings.prompts_per_iteration, settings.seed, state.iteration - 1
+        total=len(state.prompts),
+        count=settings.prompts_per_iteration,
+        seed=settings.seed,
+        iteration=state.iteration - 1,
     )
     texts = [state.prompts[p] for p in drawn]  # of all processes, in their order
-    above = above_base_metrics(state, rollout.scores, base, texts) if base else {}
+    above = (
+        above_base_metrics(state=state, scores=rollout.scores, base=base, texts=texts)
+        if base
+        else {}
+    )
 
     def grouped(x: Tensor) -> Tensor:  # (P, G)
         return gather(x.to(device)).cpu().reshape(-1, settings.images_per_prompt)
@@ -219,13 +226,13 @@ def evaluate_held_out(
     images = {}
     for arm, split in splits.items():
         images[arm] = sample_images(
-            policy,
-            state.held_out,
-            sampled,
-            settings.eval_seed,
-            settings.eval_steps,
-            split,
-            settings.rollout_batch,
+            policy=policy,
+            prompts=state.held_out,
+            places=sampled,
+            seed=settings.eval_seed,
+            steps=settings.eval_steps,
+            split=split,
+            batch=settings.rollout_batch,
         )
     policy.set_resolution(settings.resolution)
     if state.ema is not None:
@@ -237,10 +244,10 @@ def evaluate_held_out(
             local_scores = []
             if local_images:
                 local_scores = rewards.score_images(
-                    name,
-                    reward,
-                    images[arm][: len(local_images)],
-                    prompts,
+                    name=name,
+                    reward=reward,
+                    images=images[arm][: len(local_images)],
+                    prompts=prompts,
                     records=records,
                     groups=[p for p, _ in local_images],
                 ).tolist()
@@ -250,7 +257,7 @@ def evaluate_held_out(
             means = by_prompt.reshape(-1, settings.eval_images).mean(1)
             asked = [state.held_out[p] for p, _ in all_images[:: settings.eval_images]]
             out[f"eval_{name}{arm}"], out[f"eval_{name}{arm}_se"] = mean_se(means, asked)
-    _save_samples(state, images[""], local_images, prompts)
+    _save_samples(state=state, images=images[""], local_images=local_images, prompts=prompts)
     return out
 
 

@@ -486,10 +486,24 @@ def sample_ode(
     for low in range(0, len(noise), batch):
         prompt_embeds = {k: v[low : low + batch] for k, v in conditioning.items()}
         latents = noise[low : low + batch].to(policy.device)
-        latents = _euler_steps(policy, prompt_embeds, latents, grid, sampler, steps=range(split))
+        latents = _euler_steps(
+            policy=policy,
+            prompt_embeds=prompt_embeds,
+            latents=latents,
+            grid=grid,
+            sampler=sampler,
+            steps=range(split),
+        )
         with base_weights(policy):
             remaining = range(split, len(sampler))
-            latents = _euler_steps(policy, prompt_embeds, latents, grid, sampler, steps=remaining)
+            latents = _euler_steps(
+                policy=policy,
+                prompt_embeds=prompt_embeds,
+                latents=latents,
+                grid=grid,
+                sampler=sampler,
+                steps=remaining,
+            )
         samples.append(latents)
     return torch.cat(samples)
 
@@ -505,7 +519,7 @@ def _wrong_places(
     if not len(places):
         return "`places` of sample_images must name at least one image; got []"
     for position in [position for position, _ in places if position not in positions]:
-        return f"`places` of sample_images must be places in the list of {len(prompts)} prompts; got {position}"
+        return f"`places` of sample_images must be positions in the list of {len(prompts)} prompts; got {position}"
     if split is not None and split > given.get("steps", 50):
         return f"`split` of sample_images must be at most the {given.get('steps', 50)} steps; got {split}"
     return None
@@ -554,7 +568,7 @@ def sample_images(
             split=split,
         )
     elif split:
-        raise InputError(f"split: got {split}, allowed with a sampler is 0, the base, or None.")
+        raise InputError(f"`split` must be None or 0, the base alone, with a sampler; got {split}")
     else:
         with base_weights(policy) if split == 0 else nullcontext():
             paths = sde_batches(

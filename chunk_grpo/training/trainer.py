@@ -59,14 +59,14 @@ def save_checkpoint(state: TrainingState) -> Path:  # its folder
             "seconds_cpu": state.cpu,
         }
         checkpoints.write_checkpoint(
-            state.run,
-            state.iteration,
-            groups,
-            rest,
-            settings.keep_checkpoints,
-            settings.keep_every,
-            state.identity,
-            sharded,
+            run=state.run,
+            iteration=state.iteration,
+            groups=groups,
+            state=rest,
+            keep=settings.keep_checkpoints,
+            keep_every=settings.keep_every,
+            about=state.identity,
+            sharded=sharded,
         )
     return _newest_folder(state)
 
@@ -106,7 +106,7 @@ def _restore_log(
         text = log.read_bytes() if log.is_file() else b""  # a crash may have left anything in it
         done = max(map(int, re.findall(rb'"iteration": ([0-9]{1,9})', text)), default=0)
         if done:
-            say(f"warning: {run} has no checkpoint; its {done} iterations are done again")
+            say(f"warning: {run} has no checkpoint; its {done} iterations are repeated")
     kept = (
         [folder / name for name in checkpoints.COPIED_FILES if (folder / name).is_file()]
         if folder
@@ -115,7 +115,7 @@ def _restore_log(
     wanted = {run / file.name: file.read_bytes() for file in kept} if folder else {log: b""}
     for file, content in wanted.items():
         if not (file.is_file() and file.read_bytes().startswith(content)) and content:
-            say(f"warning: {file} was changed or lost; it is as in {folder / file.name} again")
+            say(f"warning: {file} was changed or lost; it was restored from {folder / file.name}")
         with files.atomic_write(file) as temporary:
             temporary.write_bytes(content)
 
@@ -138,7 +138,7 @@ def resume(
         raise InputError(f"{next(iter(problems.values()))}; no checkpoint of this run can be used.")
     folder = found[-1] if found else None
     for old, problem in problems.items():
-        say(f"warning: {problem}; the run goes on from {found[-1].name}")
+        say(f"warning: {problem}; the run resumes from {found[-1].name}")
         if state.accelerator.is_main_process:
             aside = old.with_name(f"damaged-{old.name}")
             shutil.rmtree(aside, ignore_errors=True)
@@ -203,13 +203,13 @@ def train_iteration(state: TrainingState) -> dict:  # the iteration's metrics
         rollout = sample_groups(state)
     if not torch.isfinite(rollout.advantage).all():
         raise InputError(
-            "`reward` must give scores whose mean and spread are finite; those of iteration "
-            f"{state.iteration + 1} are too large for that"
+            "`reward` must return scores with a finite mean and standard deviation; those of iteration "
+            f"{state.iteration + 1} are too large"
         )
     if not torch.isfinite(rollout.context.trajectories.log_probs).all():
         raise InputError(
-            "`learning_rate` must leave a model that draws finite latents; log-probabilities of iteration "
-            f"{state.iteration + 1} are not finite"
+            "the log-probabilities of iteration "
+            f"{state.iteration + 1} are not finite; lower `learning_rate`"
         )
 
     # The base's scores on the same prompts tell progress from easier prompts.
@@ -230,7 +230,7 @@ def train_iteration(state: TrainingState) -> dict:  # the iteration's metrics
     state.iteration += 1
 
     # Measure what was done, and the held-out prompts every so often and at the end.
-    line = collect_metrics(state, rollout, update, base)
+    line = collect_metrics(state=state, rollout=rollout, update=update, base=base)
     if state.iteration == settings.iterations or (
         settings.eval_every and state.iteration % settings.eval_every == 0
     ):
@@ -256,8 +256,7 @@ def _check_weights_are_finite(state: TrainingState) -> None:
     """Raise InputError if a trained weight is not finite."""
     if not all(map(checkpoints.is_finite, state.policy.trained)):
         raise InputError(
-            f"`learning_rate` must leave weights that are finite; after iteration {state.iteration} "
-            f"they are not"
+            f"the weights after iteration {state.iteration} are not finite; lower `learning_rate`"
         )
 
 

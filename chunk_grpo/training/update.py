@@ -94,7 +94,7 @@ def replay_transitions(
     method: Method,
     image: Tensor,  # (m,) image of each transition
     index: Tensor,  # (m,) its step in the trajectory
-    anchor: bool = True,  # whether the anchor's penalty is wanted
+    anchor: bool = True,  # whether to compute the anchor's penalty
     # transition statistics, (m, ...) each; penalty (m,), None without an anchor
 ) -> tuple[tuple[Tensor, ...], Tensor | None]:
     """Return the result of the method's `replay`; raise InputError if its first result is malformed."""
@@ -102,11 +102,22 @@ def replay_transitions(
     with read_only(method, "replay", context.trajectories):
         replayed = method.replay(context, image, index, anchor)
     if not (isinstance(replayed, tuple) and len(replayed) == 2):
-        raise wrong_return(method, "replay", "the evidence and the anchor's penalty", replayed)
+        raise wrong_return(
+            method=method,
+            hook="replay",
+            allowed="the transition statistics and the KL penalty",
+            value=replayed,
+        )
     transition_stats, penalty = replayed
     check_transition_stats(method, transition_stats, count)
     if anchor and method.settings.kl > 0:
-        check_floats(method, "replay", penalty, (count,), "(m,) for the anchor's penalty")
+        check_floats(
+            method=method,
+            hook="replay",
+            value=penalty,
+            shape=(count,),
+            names="(m,) for the KL penalty",
+        )
     return tuple(transition_stats), penalty
 
 
@@ -120,18 +131,20 @@ def check_transition_stats(
         return
     allowed = f"a tuple of finite tensors (m, ...), here ({count}, ...)"
     if not isinstance(transition_stats, tuple | list) or not transition_stats:
-        raise wrong_return(method, "transition_stats", allowed, transition_stats)
+        raise wrong_return(
+            method=method, hook="transition_stats", allowed=allowed, value=transition_stats
+        )
     for value in transition_stats:
         right = isinstance(value, Tensor) and value.ndim > 0 and len(value) == count
         if not (right and bool(value.isfinite().all())):
-            raise wrong_return(method, "transition_stats", allowed, value)
+            raise wrong_return(method=method, hook="transition_stats", allowed=allowed, value=value)
     if method.has_log_prob:
         check_floats(
-            method,
-            "transition_stats",
-            transition_stats[0],
-            (count,),
-            "(m,) for the log-probability",
+            method=method,
+            hook="transition_stats",
+            value=transition_stats[0],
+            shape=(count,),
+            names="(m,) for the log-probability",
         )
     method.checked.add("transition_stats")
 
@@ -152,9 +165,15 @@ def check_statistic(
         # Nothing is compared, so a method's own objective may read any number of them.
         size = value.shape[1]
     if size:
-        check_floats(method, "statistic", value, (count, size), "(m, statistic_size)")
+        check_floats(
+            method=method,
+            hook="statistic",
+            value=value,
+            shape=(count, size),
+            names="(m, statistic_size)",
+        )
     else:
-        check_floats(method, "statistic", value, (count,), "(m,)")
+        check_floats(method=method, hook="statistic", value=value, shape=(count,), names="(m,)")
 
 # %% ../../nbs/07_training/03_update.ipynb #e91d279a
 def compute_transition_stats(
@@ -171,7 +190,11 @@ def compute_transition_stats(
     with torch.set_grad_enabled(graph or context.policy.compiled):
         for batch in [*update_batch.batches, *idle_batches]:
             transition_stats, _ = replay_transitions(
-                context, method, update_batch.image[batch], update_batch.step[batch], anchor=False
+                context=context,
+                method=method,
+                image=update_batch.image[batch],
+                index=update_batch.step[batch],
+                anchor=False,
             )
             evidence_of_batches.append([x.detach() for x in transition_stats])
 
@@ -241,7 +264,7 @@ def _objective_slopes(
             return torch.autograd.grad(objective.sum(), at)[0]
         if first and bool(terms.advantage.any()):
             raise InputError(
-                f"`objective` of {method.settings.method} must be computed of the statistic with its gradient, "
+                f"`objective` of {method.settings.method} must keep the gradient of the statistic, "
                 "or nothing is trained"
             )
         # A constant objective is legitimate, for example if the rewards of every group are equal.
@@ -335,10 +358,10 @@ def check_chunk_metrics(
         return
     allowed = f"tensors of shape (N,), here ({count},), by name"
     if not isinstance(items, dict) or not items:
-        raise wrong_return(method, "chunk_metrics", allowed, items)
+        raise wrong_return(method=method, hook="chunk_metrics", allowed=allowed, value=items)
     for value in items.values():
         if not (isinstance(value, Tensor) and value.shape == (count,)):
-            raise wrong_return(method, "chunk_metrics", allowed, value)
+            raise wrong_return(method=method, hook="chunk_metrics", allowed=allowed, value=value)
     method.checked.add("chunk_metrics")
 
 
@@ -361,7 +384,9 @@ def _kl_weight(
         return None
     weight = method.kl_weight(advantage.clone())
     if weight is not None:
-        check_floats(method, "kl_weight", weight, advantage.shape, "(N,)")
+        check_floats(
+            method=method, hook="kl_weight", value=weight, shape=advantage.shape, names="(N,)"
+        )
     return weight
 
 
@@ -457,7 +482,10 @@ def accumulate_gradients(
         # Processes exchange gradients once, at the last backward pass.
         with sync(n == len(update_batch.batches) - 1):
             new, anchor = replay_transitions(
-                context, method, update_batch.image[batch], update_batch.step[batch]
+                context=context,
+                method=method,
+                image=update_batch.image[batch],
+                index=update_batch.step[batch],
             )
 
             # On-policy the old statistics are the new ones, as constants.
@@ -469,7 +497,7 @@ def accumulate_gradients(
             check_statistic(method, statistic, len(batch))
             if not statistic.requires_grad:
                 raise InputError(
-                    f"`statistic` of {method.settings.method} must keep the gradient of the new evidence, or "
+                    f"`statistic` of {method.settings.method} must keep the gradient of the new transition statistics, or "
                     "nothing is trained"
                 )
 
@@ -485,7 +513,9 @@ def accumulate_gradients(
             statistics.append(statistic.detach())
 
     # Processes that share sharded weights must all make as many passes.
-    _backward_idle_forwards(context, update_batch, method, backward)
+    _backward_idle_forwards(
+        context=context, update_batch=update_batch, method=method, backward=backward
+    )
     return _update_stats(
         context=context,
         update_batch=update_batch,
