@@ -11,8 +11,6 @@ from chunk_grpo.models import trainable
 SIDE, TOKENS = 64, 16
 PROMPTS = ["a red star", "two cats left of three dogs"]
 TEXT_FAMILIES = list(tiny_families.BUILDERS)
-    name for name in tiny_families.BUILDERS if not name.startswith(("kontext", "edit"))
-]
 
 
 @pytest.fixture(scope="module", params=TEXT_FAMILIES)
