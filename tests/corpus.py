@@ -1111,6 +1111,7 @@ PAIRS = [  # choices that do not go together
     "credit_of=all-gains chunks=profile",
     "completion_steps=2",
     "lora_alpha=4",
+    "lora_targets=[to_q]",
     "anchor_share=0.5",
     "diversity=true reward=incompressibility eval_rewards=[]",
     "noise_spread=0.3 shared_noise=false",
