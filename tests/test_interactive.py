@@ -285,7 +285,9 @@ def test_particles_move_as_the_package_samples(open_page):
         last = dots.last
         drawn = [(float(last.get_attribute("cx")) - middle) / unit]
         assert drawn == pytest.approx(expected["last"][:1], abs=1e-6)
-        if data["etas"][expected["eta"]] <= 0.7:  # above, one Euler-Maruyama step from pure noise is too large
+        if (
+            data["etas"][expected["eta"]] <= 0.7
+        ):  # above, one Euler-Maruyama step from pure noise is too large
             assert spread == pytest.approx(exact, rel=0.12)
 
 
