@@ -54,7 +54,8 @@ def test_what_is_cut_late_pale_or_out_of_reach_is_counted(site):
     assert numbers["code"] == ("2: 0 cut, 1 scroll (50%)", ["00_method/bad.html"])
     assert numbers["tables"][0] == "1: 1 cut, 0 scroll (0%)"
     assert numbers["pages without a picture"][1] == ["00_method/bad.html"]
-    assert numbers["first picture below the first screen"][1] == ["00_method/late.html 2.3"]
+    (late,) = numbers["first picture below the first screen"][1]
+    assert late.startswith("00_method/late.html 2.")
     assert numbers["pages with pale text, light"][0] == "1"
     assert numbers["stops without a name"][0] == "3"
     assert numbers["boxes that scroll and take no focus"] == ("1", ["00_method/bad.html"])
