@@ -1424,6 +1424,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                             'chunk_grpo/planning/plan.py'),
                                           'chunk_grpo.planning.plan._run_two_per_kind': ( '06_planning/plan.html#_run_two_per_kind',
                                                                                           'chunk_grpo/planning/plan.py'),
+                                          'chunk_grpo.planning.plan._source_image_numel': ( '06_planning/plan.html#_source_image_numel',
+                                                                                            'chunk_grpo/planning/plan.py'),
                                           'chunk_grpo.planning.plan._track_saved_tensors': ( '06_planning/plan.html#_track_saved_tensors',
                                                                                              'chunk_grpo/planning/plan.py'),
                                           'chunk_grpo.planning.plan._trajectory_bytes': ( '06_planning/plan.html#_trajectory_bytes',

@@ -1110,7 +1110,7 @@ def open_source_image(
     """
     if not isinstance(prompt, ImagePrompt):
         raise InputError(
-            "`prompts` must each have an image, because the model edits images; got the text "
+            "`prompts` must each have an image, because the model edits images; got "
             f"{format_value(prompt)} alone"
         )
     try:

@@ -282,17 +282,27 @@ def latent_numel(
     return meta_policy(config, resolution, 16).noise(torch.Generator()).numel()
 
 
-def prompt_embeds_bytes(config: ModelConfig, settings: Settings) -> int:
-    """Return the bytes of one prompt's embeddings on disk: token states and any pooled state.
+@functools.cache
+def _source_image_numel(
+    config: ModelConfig,  # of a model that edits images
+    resolution: int,  # pixels per side
+) -> int:
+    """Return how many numbers a prompt's image adds to its embeddings: latents, and token states."""
+    policy = meta_policy(config, resolution, 16)
+    states = policy.image_text_tokens * model_sizes(config)["token"]
+    return policy.noise(torch.Generator()).numel() + states
 
-    If the model edits images, they include the latents of the prompt's image.
+
+def prompt_embeds_bytes(config: ModelConfig, settings: Settings) -> int:
+    """Return the bytes of one prompt's embeddings on disk.
+
+    They are token states, any pooled state, and for a model that edits images what the image adds.
     """
     sizes = model_sizes(config)
-    policy = meta_policy(config, settings.resolution, settings.max_tokens)
-    tokens = settings.max_tokens + config.extra_tokens + policy.image_text_tokens
+    tokens = settings.max_tokens + config.extra_tokens
     values = tokens * sizes["token"] + sizes["pooled"]
-    if policy.edits_images:
-        values += latent_numel(config, settings.resolution)
+    if find_family(config.pipeline).edits_images:
+        values += _source_image_numel(config, settings.resolution)
     return values * TORCH_DTYPES[settings.dtype].itemsize
 
 # %% ../../nbs/06_planning/00_plan.ipynb #dev0012
@@ -1143,9 +1153,13 @@ def _blank_prompts(settings: Settings, config: ModelConfig, prompts: int) -> int
     return prompts if find_family(config.pipeline).edits_images else 1
 
 
-def _encoded_prompts(settings: Settings, config: ModelConfig) -> int:
+def _encoded_prompts(
+    settings: Settings,  # of the run
+    config: ModelConfig,  # of the model's networks
+    more: int = 0,  # prompts of the evaluation after the run
+) -> int:
     """Return how many prompts a run encodes at most, with the empty prompts of guidance."""
-    prompts = settings.iterations * settings.prompts_per_iteration + settings.eval_count
+    prompts = settings.iterations * settings.prompts_per_iteration + settings.eval_count + more
     return prompts + _blank_prompts(settings, config, prompts)
 
 
@@ -1168,7 +1182,7 @@ def run_disk_bytes(
         math.prod(image_size(settings.eval_resolution)) * (8 * evaluations + 3 * images)
         + math.prod(image_size(settings.resolution)) * 2 * images
     )
-    encoded = _encoded_prompts(settings, config) + max(0, held_out - settings.eval_count)
+    encoded = _encoded_prompts(settings, config, max(0, held_out - settings.eval_count))
     return {
         "checkpoints": trained * (12 + 4 * (settings.ema > 0)) * checkpoints,
         "trained weights": 4 * trained,
