@@ -9,7 +9,6 @@ __all__ = ['time_call', 'eager', 'RandomFluxPolicy', 'load_workload_settings', '
 # %% ../../nbs/11_measurements/01_speed.ipynb #a33d5ac7
 import functools
 import contextlib
-import functools
 import json
 import statistics
 import time
