@@ -1142,6 +1142,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                      'chunk_grpo/models/inputs.py'),
                                           'chunk_grpo.models.inputs.check_network_weights': ( '03_models/inputs.html#check_network_weights',
                                                                                               'chunk_grpo/models/inputs.py'),
+                                          'chunk_grpo.models.inputs.check_own_family': ( '03_models/inputs.html#check_own_family',
+                                                                                         'chunk_grpo/models/inputs.py'),
                                           'chunk_grpo.models.inputs.check_parts': ( '03_models/inputs.html#check_parts',
                                                                                     'chunk_grpo/models/inputs.py'),
                                           'chunk_grpo.models.inputs.check_pipeline_folder': ( '03_models/inputs.html#check_pipeline_folder',

@@ -4,13 +4,13 @@
 
 # %% auto #0
 __all__ = ['OTHER_FILES', 'MODEL_FOLDERS', 'FAMILIES', 'SCHEDULER', 'locate_model', 'hash_model_files', 'read_tensor_shapes',
-           'read_model_json', 'check_levels', 'check_scheduler', 'check_pipeline_folder', 'import_class', 'find_family',
-           'build_meta_network', 'check_network_weights', 'unknown_words', 'check_parts', 'split_prompt_column',
-           'find_column', 'read_prompt_records', 'read_prompts', 'read_prompts_with_records', 'hash_records',
-           'describe_prompts', 'ImagePrompt', 'open_source_image', 'find_editing_pipeline', 'read_model_prompts',
-           'read_run_prompts', 'read_run_prompts_with_records', 'prompt_content', 'sample_prompt_indices',
-           'space_positions_evenly', 'content_hashes', 'absolute_inputs', 'hash_prompts', 'model_stamp',
-           'input_records', 'find_changed_input']
+           'read_model_json', 'check_levels', 'check_scheduler', 'check_own_family', 'check_pipeline_folder',
+           'import_class', 'find_family', 'build_meta_network', 'check_network_weights', 'unknown_words', 'check_parts',
+           'split_prompt_column', 'find_column', 'read_prompt_records', 'read_prompts', 'read_prompts_with_records',
+           'hash_records', 'describe_prompts', 'ImagePrompt', 'open_source_image', 'find_editing_pipeline',
+           'read_model_prompts', 'read_run_prompts', 'read_run_prompts_with_records', 'prompt_content',
+           'sample_prompt_indices', 'space_positions_evenly', 'content_hashes', 'absolute_inputs', 'hash_prompts',
+           'model_stamp', 'input_records', 'find_changed_input']
 
 # %% ../../nbs/03_models/00_inputs.ipynb #05005ec1
 import contextlib
@@ -326,6 +326,20 @@ def check_scheduler(
         ) from None
 
 # %% ../../nbs/03_models/00_inputs.ipynb #f6e37c79
+def check_own_family(
+    family: str,  # a class of your own, as file.py:Class
+    class_name: Any,  # of the pipeline, as model_index.json has it
+    folder: Path,  # the pipeline's
+) -> None:
+    """Raise InputError if a family is not for the pipeline in a folder."""
+    pipeline = find_family(family).pipeline.rpartition(".")[2]
+    if class_name != pipeline:
+        raise InputError(
+            f"`family` must be the family of the model's pipeline; {family} is for a {pipeline}, "
+            f"and {folder} holds a {class_name!s:.80}"
+        )
+
+
 def check_pipeline_folder(
     folder: Path,  # a pipeline's folder
     family: str = "",  # a class of your own, as file.py:Class; empty: the folder's pipeline decides
@@ -337,12 +351,7 @@ def check_pipeline_folder(
     index = read_model_json(folder, "model_index.json")
     class_name = index.get("_class_name")
     if family:
-        pipeline = find_family(family).pipeline.rpartition(".")[2]
-        if class_name != pipeline:
-            raise InputError(
-                f"`family` must be the family of the model's pipeline; {family} is for a {pipeline}, "
-                f"and {folder} holds a {class_name!s:.80}"
-            )
+        check_own_family(family, class_name, folder)
     elif not isinstance(class_name, str) or class_name not in FAMILIES:
         if isinstance(class_name, str):
             description = f" is a {class_name:.80}"

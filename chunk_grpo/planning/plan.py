@@ -55,6 +55,7 @@ from ..method.dynamics import DEFAULT_CHUNKS, chunk_count
 from chunk_grpo.models.inputs import (
     FAMILIES,
     build_meta_network,
+    check_own_family,
     check_pipeline_folder,
     find_family,
     import_class,
@@ -90,6 +91,8 @@ def read_model_config(
     """
     index = read_model_json(folder, "model_index.json")
     networks = [read_model_json(folder, f"{part}/config.json") for part in ("transformer", "vae")]
+    if family:
+        check_own_family(family, index.get("_class_name"), folder)
     try:
         pipeline = family or index["_class_name"]
         is_known = bool(family) or pipeline in FAMILIES
@@ -1376,7 +1379,8 @@ def describe_counts(
     images = _images(settings)
     updates = settings.updates_per_iteration
     # Other methods choose what they train in their own way: only their counts are known.
-    by_chunks = settings.method == "chunk" and not named_code(settings)
+    code = [name for name in named_code(settings) if name != settings.family]
+    by_chunks = settings.method == "chunk" and not code
     counts = counts or iteration_counts(settings)
     mean = counts.trained
     prompts = len(held_out_prompts(settings))
