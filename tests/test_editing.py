@@ -202,6 +202,9 @@ def test_a_run_trains_on_edits_and_is_evaluated_on_them(run):
     """The ratio is 1 before the first update; each record has its source image; a repeated edit counts once."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert lines[1]["ratio_floor"] == 0 and lines[1]["ratio_floor_rollout"] < 1e-4
+    (first, *_) = (run / "samples/000000/manifest.jsonl").read_text().splitlines()
+    with Image.open(run / "samples/000000" / json.loads(first)["source"]) as image:
+        assert image.size == (32, 32)
     records = run_folder.read_evaluation_records(run)
     assert len({record["source"] for record in records}) == len(EDITS)
     assert len({record["source_sha256"] for record in records}) == 2
