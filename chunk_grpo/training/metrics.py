@@ -29,7 +29,12 @@ from chunk_grpo.core.files import (
 )
 from ..core.statistics import mean_se
 from ..models import trainable
-from ..models.inputs import space_positions_evenly, sample_prompt_indices
+from chunk_grpo.models.inputs import (
+    ImagePrompt,
+    open_source_image,
+    sample_prompt_indices,
+    space_positions_evenly,
+)
 from ..rewards import rewards
 from ..rewards.images import IMAGE_STATISTICS
 from .iteration import Rollout, TrainingState, Update
@@ -277,9 +282,17 @@ def _save_samples(
         pixels = images[i].permute(1, 2, 0).numpy()
         VaeImageProcessor.numpy_to_pil(pixels)[0].save(folder / file)
         sync_to_disk(folder / file)  # a checkpoint that comes later counts on it
-        records.append(
-            {"file": file, "prompt_index": prompt, "image_index": number, "prompt": prompts[i]}
-        )
+        record = {
+            "file": file,
+            "prompt_index": prompt,
+            "image_index": number,
+            "prompt": prompts[i],
+        }
+        if isinstance(prompts[i], ImagePrompt):
+            record["source"] = f"source_{prompt:05d}.png"
+            source = open_source_image(prompts[i], images.shape[3], images.shape[2])
+            source.save(folder / record["source"])
+        records.append(record)
     records = sorted(gather_object(records), key=lambda record: record["file"])
     if state.accelerator.is_main_process:
         with atomic_write(folder / "manifest.jsonl") as temporary:
@@ -310,7 +323,7 @@ IMAGE_TRACKERS: dict[str, dict] = {
 
 def log_eval_samples(state: TrainingState, iteration: int) -> None:
     """Hand the images of an evaluation to the trackers that take images from accelerate."""
-    files = sorted((state.run / "samples" / f"{iteration:06d}").glob("*.png"))
+    files = sorted((state.run / "samples" / f"{iteration:06d}").glob("[0-9]*.png"))
     if not (files and state.accelerator.trackers and state.accelerator.is_main_process):
         return
     images = np.stack([np.asarray(Image.open(file)) for file in files])  # (n, H, W, 3) grey levels
