@@ -201,11 +201,11 @@ def test_published_lists_are_read_as_they_come(name, tmp_path):
         ("a.json", "[{}]", "JSON list"),
         ("a.json", "[", "JSON list"),
         ("a.csv", "prompt\n,\n", "holds no prompt"),
-        ("a.json", "[1, 2]", "entry 1 holds 1 where a text"),
+        ("a.json", "[1, 2]", "entry 1 must be a text; it is 1"),
         (
             "a.txt",
             "a cat\n" + "x" * 10**7,
-            "line 2 a prompt of 10000000 characters; allowed are 10000",
+            "has a prompt of 10000000 characters in line 2; at most 10000 are allowed",
         ),
     ],
 )

@@ -524,10 +524,13 @@ def test_the_server_says_what_it_refuses(monkeypatch):
     with serve("r", reward, token="right", images=5, bytes=500_000) as url:
         ask = client.load_remote_reward(url, token_variable="A_TOKEN", retries=1, pause=0.01)
         assert ask(IMAGES, PROMPTS).tolist() == [0] * 5 and ask.about["name"] == "r"
-        with pytest.raises(InputError, match=r"refused \(401\): token: it is missing or wrong"):
+        with pytest.raises(
+            InputError, match=r"rejected the request \(401\): token: it is missing or wrong"
+        ):
             client.load_remote_reward(url, token_variable="ANOTHER")
         with pytest.raises(
-            InputError, match=r"refused \(413\): body: it must have at most 500000 bytes"
+            InputError,
+            match=r"rejected the request \(413\): body: it must have at most 500000 bytes",
         ):
             ask(torch.rand(1, 3, 500, 500), ["a"])
         with pytest.raises(
@@ -535,10 +538,13 @@ def test_the_server_says_what_it_refuses(monkeypatch):
         ):
             ask(IMAGES[[0] * 6], ["a"] * 6)
         with pytest.raises(
-            InputError, match=r"refused \(422\): reward: r returned nan for the prompt 'nan'"
+            InputError,
+            match=r"rejected the request \(422\): reward: r returned nan for the prompt 'nan'",
         ):
             ask(IMAGES[:1], ["nan"])
-        with pytest.raises(InputError, match=r"refused \(422\): RuntimeError: no memory"):
+        with pytest.raises(
+            InputError, match=r"rejected the request \(422\): RuntimeError: no memory"
+        ):
             ask(IMAGES[:1], ["crash"])
 
 

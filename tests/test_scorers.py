@@ -218,7 +218,7 @@ def test_code_in_a_pt_file_is_refused_and_not_run(tmp_path, monkeypatch):
     folder = released.imagereward(tmp_path / "weights")
     torch.save({"mlp.layers.0.weight": Code()}, folder / "ImageReward.pt")
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(InputError, match="holds code"):
+    with pytest.raises(InputError, match="contains code"):
         image_reward.load_imagereward(str(folder), device="cpu")
     assert not (tmp_path / "harm").exists()
 

@@ -157,7 +157,7 @@ def test_every_way_to_save_memory_at_once(world, eight_bits):
 
 
 @pytest.mark.parametrize(
-    ("reward", "words"), [("nan", "returned nan for"), ("short", "one score an image")]
+    ("reward", "words"), [("nan", "returned nan for"), ("short", "one score per image")]
 )
 def test_reward_that_fails(world, tmp_path, reward, words):
     """A reward that returns NaN or the wrong count ends the run with a sentence and exit code 2."""
@@ -176,7 +176,7 @@ def test_reward_that_fails(world, tmp_path, reward, words):
 @pytest.mark.parametrize(
     "changes, code, words",
     [
-        (["kl=1e30"], 2, "nothing was trained in the last 3 iterations"),
+        (["kl=1e30"], 2, "no update was applied in the last 3 iterations"),
         (["learning_rate=1e5"], 2, "finite"),
         (
             ["reward=tiny_rewards:huge"],
@@ -277,9 +277,9 @@ def test_an_alarm_in_stop_on_ends_the_run_in_words_and_it_can_go_on(world, tmp_p
     more = ["reward=tiny_rewards:constant", "eval_every=0", "checkpoint_every=6", "--no-report"]
     words = ["train", world / "s.yaml", *more, "--out", out]
     said = run(*words, "stop_on=[grid, flat_groups]", code=2)
-    sentence = "`stop_on` names flat_groups, and after iteration 3 in 3 iterations all images of each prompt had"
+    sentence = "`stop_on` names flat_groups, and after iteration 3 in 3 iterations in a row, all images of each prompt had"
     assert (
-        "warning: iteration 3, alarm flat_groups: in 3 iterations all images" in said
+        "warning: iteration 3, alarm flat_groups: in 3 iterations in a row, all images" in said
         and sentence in said
     )
     note = json.loads((out / "run.json").read_text())

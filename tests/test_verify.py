@@ -194,5 +194,5 @@ def test_a_repetition_that_fails_names_its_reason_and_no_log_that_is_gone(tmp_pa
         )
 
     monkeypatch.setattr(launch, "train", fails)
-    with pytest.raises(InputError, match="it was not: OSError: the disk is full$"):
+    with pytest.raises(InputError, match="it failed: OSError: the disk is full$"):
         repeat_run(load_settings("pocket/tiny"), 1, 1, tmp_path / "run")
