@@ -529,12 +529,11 @@ def create_run(
     with lock_log(out / "train.log", new=not resume):
         if resume:
             note, done = read_previous()
-            changed = [
-                name.removesuffix("_sha256")
-                for name in hashes
-                if hashes[name]
-                != note.get(name, hashes[name])  # an older run has no records_sha256
-            ]
+            # An older run has no records_sha256, nor has one whose prompts had no records.
+            changed = []
+            for name in ("model_sha256", "prompts_sha256", "records_sha256"):
+                if name in note and hashes.get(name) != note[name]:
+                    changed.append(name.removesuffix("_sha256"))
             if changed:
                 raise InputError(
                     f"`{changed[0]}` must be the same when a run is resumed; its files changed since the "
