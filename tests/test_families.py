@@ -78,7 +78,7 @@ def tokens(latents):
 class Watched:
     """A pipeline's own call: what its transformer was given, each step's latents and velocity, and the images."""
 
-    def __init__(self, folder, **given):
+    def __init__(self, folder, height=SIDE, width=SIDE, **given):
         pipe = DiffusionPipeline.from_pretrained(folder)
         pipe.set_progress_bar_config(disable=True)
         self.calls, self.latents, self.velocity = [], [], []
@@ -97,8 +97,8 @@ class Watched:
         pipe.scheduler.step = watch
         self.images = pipe(
             prompt=list(PROMPTS),
-            height=SIDE,
-            width=SIDE,
+            height=height,
+            width=width,
             num_inference_steps=STEPS,
             generator=generators(),
             max_sequence_length=TOKENS,
@@ -178,6 +178,51 @@ def test_sampling_is_the_pipelines_call(pair):
     torch.testing.assert_close(ours, theirs.last, rtol=0, atol=1e-5)
     assert theirs.images.std() > 0.01
     torch.testing.assert_close(model.decode(ours), theirs.images, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(("height", "width"), [(32, 64), (64, 32)], ids=["wide", "tall"])
+def test_images_that_are_not_square_are_the_pipelines(family, height, width):
+    """Noise, positions, noise levels and decoding of another height than width."""
+    name, folder = family
+    theirs = Watched(folder, height, width, **ON[name])
+    model = load(folder, true_cfg_scale=3.0).set_resolution((height, width))
+    noise = torch.stack([model.noise(g) for g in generators()])
+    assert torch.equal(noise, theirs.latents[0])
+    grid = model.sigmas(STEPS)
+    torch.testing.assert_close(grid, theirs.sigmas, rtol=0, atol=1e-6)
+    ours = sample_ode(model, model.encode(PROMPTS), noise, grid)
+    torch.testing.assert_close(ours, theirs.last, rtol=0, atol=1e-5)
+    images = model.decode(ours)
+    assert images.shape[2:] == (height, width)
+    torch.testing.assert_close(images, theirs.images, rtol=0, atol=1e-5)
+
+
+def test_negative_prompts_are_the_pipelines(family):
+    """Each prompt is led away from its own negative prompt, or from the run's."""
+    name, folder = family
+    negatives = ["a blue cat", "two dogs left of a red square"]
+    if name == "klein":  # its pipeline takes them as embeddings alone
+        pipe = DiffusionPipeline.from_pretrained(folder)
+        embeds = pipe.encode_prompt(negatives, max_sequence_length=TOKENS)[0]
+        given = ON[name] | {"negative_prompt_embeds": embeds}
+    else:
+        given = ON[name] | {"negative_prompt": list(negatives)}
+    theirs = Watched(folder, **given)
+    model = load(folder, true_cfg_scale=3.0)
+    noise = torch.stack([model.noise(g) for g in generators()])
+    sigma = theirs.sigmas[0].expand(2)
+    without = model.velocity(noise, sigma, model.encode(PROMPTS))
+    model.negative_prompt = negatives[1]
+    model.negative_prompts = {PROMPTS[0]: negatives[0]}
+    rows = model.encode(PROMPTS)
+    velocity = model.velocity(noise, sigma, rows)
+    torch.testing.assert_close(velocity, theirs.velocity[0], rtol=1e-5, atol=1e-5)
+    assert (velocity - without).abs().max() > 1e-3
+    ours = sample_ode(model, rows, noise, model.sigmas(STEPS))
+    torch.testing.assert_close(ours, theirs.last, rtol=0, atol=1e-5)
+    assert not any(
+        row.startswith("negative") for row in model.set_guidance(2.5, 1.0).encode(PROMPTS)
+    )
 
 
 def test_a_sample_alone_is_the_sample_in_a_batch(pair):

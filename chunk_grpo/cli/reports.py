@@ -317,7 +317,7 @@ def sample(
     from chunk_grpo.runs import run_folder
 
     # A model with a small vocabulary, such as the pocket model, skips words without an error.
-    texts = prompt or inputs.read_prompts(str(prompts), "--prompts")
+    texts = prompt or inputs.read_prompts(str(prompts), "--prompts", negative_prompts=False)
     model_folder = inputs.locate_model(run_folder.read_run_settings(run).model)
     unknown = inputs.unknown_words(model_folder, texts)
     if unknown:

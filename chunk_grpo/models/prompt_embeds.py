@@ -269,17 +269,21 @@ def encode_prompts(
 ) -> dict[str, Tensor]:  # what `embed` returns, one row per prompt
     """Return the conditioning of prompts, from the cache on disk or from the frozen encoders.
 
-    With guidance it also holds the rows of the empty prompt, under names with `blank_` in front.
+    With guidance it also holds the rows of each prompt's negative prompt, under names with `negative_` in front.
     """
+    negatives = policy.negatives(prompts)
+    distinct = list(dict.fromkeys(negatives))
     with lazy_prompt_encoder(policy) as encode:
-        rows = _load_prompt_embeds([*prompts, *policy.blank], policy.key, encode)
+        rows = _load_prompt_embeds([*prompts, *distinct], policy.key, encode)
     rows = {name: values.to(policy.device) for name, values in rows.items()}
-    if not policy.blank:
+    if not negatives:
         return rows
-    # The last row is the empty prompt's: give each prompt a view of it.
     count = len(prompts)
-    blank = {
-        f"blank_{name}": values[count:].expand(count, *values.shape[1:])
-        for name, values in rows.items()
-    }
-    return {name: values[:count] for name, values in rows.items()} | blank
+    conditioning = {name: values[:count] for name, values in rows.items()}
+    for name, values in rows.items():
+        if len(distinct) == 1:  # a view of one row
+            negative = values[count:].expand(count, *values.shape[1:])
+        else:
+            negative = values[count:][[distinct.index(text) for text in negatives]]
+        conditioning[f"negative_{name}"] = negative
+    return conditioning

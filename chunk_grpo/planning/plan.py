@@ -47,8 +47,10 @@ from chunk_grpo.core.settings import (
     check_processes,
     evaluated_rewards,
     format_resolution,
+    guidance_scales,
     image_size,
     list_presets,
+    uses_true_cfg,
 )
 from ..core.settings import load_settings, named_code, reward_weights
 from ..method.dynamics import DEFAULT_CHUNKS, chunk_count
@@ -60,7 +62,7 @@ from chunk_grpo.models.inputs import (
     import_class,
 )
 from ..models.inputs import describe_prompts, locate_model, read_model_json, read_prompts
-from ..models.inputs import split_prompt_column
+from ..models.inputs import is_prompt_list, run_negative_prompts, split_prompt_column
 from ..models.policy import TORCH_DTYPES, ModelConfig, Policy
 from ..models.prompt_embeds import prompt_cache_folder
 from ..pocket import POCKET_MODELS
@@ -128,7 +130,6 @@ def meta_policy(
     policy.max_tokens = max_tokens
     policy.guidance = 1.0
     policy.true_cfg_scale = 1.0
-    policy.blank = ()
     policy.dtype = TORCH_DTYPES[dtype]
     policy.device = torch.device("meta")
     with torch.device("meta"):
@@ -761,11 +762,14 @@ def iteration_flops(
 # %% ../../nbs/06_planning/00_plan.ipynb #bd5c12ae
 def held_out_prompts(settings: Settings) -> list[str]:
     """Return the held-out prompts of a run; none if their file does not exist here."""
-    exists = (
-        settings.eval_prompts.startswith("pocket:")
-        or Path(split_prompt_column(settings.eval_prompts)[0]).is_file()
-    )
-    return read_prompts(settings.eval_prompts, "eval_prompts") if exists else []
+    if not _is_list_here(settings.eval_prompts):
+        return []
+    return read_prompts(settings.eval_prompts, "eval_prompts")
+
+
+def _is_list_here(source: str) -> bool:
+    """Return True for a list of prompts that exists on this machine."""
+    return source.startswith("pocket:") or is_prompt_list(split_prompt_column(source)[0])
 
 
 def _evaluation_forwards(settings: Settings) -> dict[str, tuple[int, int, int]]:
@@ -773,11 +777,13 @@ def _evaluation_forwards(settings: Settings) -> dict[str, tuple[int, int, int]]:
 
     The values are arms, forward passes per image, and the images' resolution.
     """
-    passes_per_step = 1 + (settings.true_cfg_scale > 1)
+    (_, training_scale), (_, evaluation_scale) = guidance_scales(settings)
     ode_arms = 2 + (0 < settings.hybrid_split < settings.eval_steps)
+    ode_passes = settings.eval_steps * (1 + (evaluation_scale > 1))
+    sde_passes = settings.steps * (1 + (training_scale > 1))
     return {
-        "ODE": (ode_arms, settings.eval_steps * passes_per_step, settings.eval_resolution),
-        "as trained": (2, settings.steps * passes_per_step, settings.resolution),
+        "ODE": (ode_arms, ode_passes, settings.eval_resolution),
+        "as trained": (2, sde_passes, settings.resolution),
     }
 
 
@@ -787,8 +793,9 @@ def _evaluation_flops(settings: Settings, config: ModelConfig) -> tuple[float, i
     The values are the operations of one evaluation during training, the number of such
     evaluations, and the operations of the evaluation after the run.
     """
+    _, (_, scale) = guidance_scales(settings)
     forward = forward_flops(config, settings.eval_resolution, settings.max_tokens) * (
-        1 + (settings.true_cfg_scale > 1)
+        1 + (scale > 1)
     )
     arms = 1 + (0 < settings.hybrid_split < settings.eval_steps)
     times = 1 if not settings.eval_every else -(-settings.iterations // settings.eval_every)
@@ -1096,13 +1103,20 @@ def iteration_seconds(
 _HELD_OUT_PROMPTS = 400  # if their file does not exist here: as many as HPDv2's test.json has
 
 
+def _negative_prompts(
+    settings: Settings,
+    prompts: int,  # that are sampled at most
+) -> int:
+    """Return how many negative prompts a run encodes at most: its own, which may be empty, and those of its lists."""
+    lists = [name for name in ("prompts", "eval_prompts") if _is_list_here(getattr(settings, name))]
+    of_prompts = {*run_negative_prompts(settings, lists).values()} - {settings.negative_prompt}
+    return (1 + min(len(of_prompts), prompts)) * uses_true_cfg(settings)
+
+
 def _encoded_prompts(settings: Settings) -> int:
-    """Return how many prompts a run encodes at most, with the empty prompt of guidance."""
-    return (
-        settings.iterations * settings.prompts_per_iteration
-        + settings.eval_count
-        + (settings.true_cfg_scale > 1)
-    )
+    """Return how many prompts a run encodes at most, with the negative prompts of guidance."""
+    prompts = settings.iterations * settings.prompts_per_iteration + settings.eval_count
+    return prompts + _negative_prompts(settings, prompts)
 
 
 def run_disk_bytes(
@@ -1161,9 +1175,8 @@ def estimate_disk_bytes(settings: Settings) -> tuple[int, int]:  # of the run fo
     check_pipeline_folder(folder)
     config = read_model_config(folder)
     *files, _ = run_disk_bytes(settings, config).values()
-    needed = (sampled + held_out + (settings.true_cfg_scale > 1)) * prompt_embeds_bytes(
-        config, settings
-    )
+    encoded = sampled + held_out + _negative_prompts(settings, sampled + held_out)
+    needed = encoded * prompt_embeds_bytes(config, settings)
     stored = sum(
         file.stat().st_size
         for file in (prompt_cache_folder() / "embeddings").glob("*/*.safetensors")
@@ -1299,8 +1312,7 @@ def _describe_list(
     field: str,  # name of its setting
 ) -> str:
     """Describe what was read of a list of prompts, or say that its file does not exist here."""
-    exists = source.startswith("pocket:") or Path(split_prompt_column(source)[0]).is_file()
-    return describe_prompts(source, field) if exists else f"{source} is not here"
+    return describe_prompts(source, field) if _is_list_here(source) else f"{source} is not here"
 
 
 def describe_counts(

@@ -36,7 +36,12 @@ from ..method import credit, sharing
 from ..method.chunks import Chunks
 from ..method.sampler import Sampler
 from ..models import adapters, prompt_embeds, trainable
-from ..models.inputs import space_positions_evenly, read_prompts, sample_prompt_indices
+from chunk_grpo.models.inputs import (
+    read_prompts,
+    run_negative_prompts,
+    sample_prompt_indices,
+    space_positions_evenly,
+)
 from ..models.policy import TORCH_DTYPES, Policy, decode_latents
 from ..planning import plan
 from ..reward_serving import placement
@@ -225,11 +230,19 @@ def load_policy_and_optimizer(
     )
     adapters.load_start(policy, settings, state.run)
     policy.truncate_timesteps = settings.truncate_timesteps
+    policy.negative_prompt = settings.negative_prompt
+    policy.negative_prompts = run_negative_prompts(settings)
     policy.set_resolution(settings.eval_resolution).set_resolution(
         settings.resolution
     )  # what cannot be packed is said now
+    # The negative prompts of training and of evaluation, whose guidance may differ.
+    negatives = []
+    training_guidance, evaluation_guidance = setting.guidance_scales(settings)
+    for scales in (evaluation_guidance, training_guidance):
+        negatives += policy.set_guidance(*scales).negatives(needed)
+    negatives = list(dict.fromkeys(negatives))
     with prompt_embeds.lazy_prompt_encoder(policy) as fresh:
-        prompt_embeds.cache_prompt_embeds([*needed, *policy.blank], policy.key, fresh)
+        prompt_embeds.cache_prompt_embeds([*needed, *negatives], policy.key, fresh)
     state.accelerator.wait_for_everyone()
     if state.accelerator.is_local_main_process:
         prompt_embeds.trim_prompt_cache()
