@@ -126,7 +126,7 @@ def test_a_run_is_led_away_from_its_negative_prompts(name, tmp_path):
     scores = (folder / "whole" / "evaluation" / "scores.jsonl").read_text()
     write_records(tmp_path / "list.jsonl", [RECORDS[0] | {"negative_prompt": "the"}, *RECORDS[1:]])
     done = call("evaluate", folder / "whole")
-    assert done.returncode == 2 and "eval_prompts" in done.stderr
+    assert done.returncode == 2 and "prompts" in done.stderr
     assert (folder / "whole" / "evaluation" / "scores.jsonl").read_text() == scores
 
 
