@@ -39,7 +39,7 @@ def test_prompts_from_python_are_a_list_that_a_run_reads(tmp_path):
         ([{"prompt": "a cat", "image": b"png"}], "entry 1 has a bytes as image"),
         ([{"prompt": "a cat", "score": float("nan")}], "entry 1 has a float as score"),
         (["a cat", {"caption": "x"}], "entry 2: a column Prompt or Prompts is needed"),
-        ([{"prompt": "a cat", "seed": 3}], "entry 1 asks for seed '3'"),
+        ([{"prompt": "a cat", "seed": 3}], "entry 1 sets seed to '3'"),
         ([" "], "entry 1 has 0"),
         ([], "at least one prompt"),
     ],

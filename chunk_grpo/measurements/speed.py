@@ -7,7 +7,6 @@ __all__ = ['time_call', 'eager', 'RandomFluxPolicy', 'load_workload_settings', '
            'prepare_workload', 'measure_iteration', 'speed_table', 'speed_lines']
 
 # %% ../../nbs/11_measurements/01_speed.ipynb #a33d5ac7
-import functools
 import contextlib
 import functools
 import json

@@ -1417,7 +1417,7 @@ def write_prompts(
         try:
             prompt = _extract_prompt(f"entry {number}", record, "")
         except ValueError as error:
-            raise InputError(f"`prompts` must hold texts: {error}") from None
+            raise InputError(f"`prompts`: {error}") from None
         if not 0 < len(prompt) <= _LONGEST_PROMPT:
             raise InputError(
                 f"`prompts` must hold texts of 1 to {_LONGEST_PROMPT} characters; entry {number} has {len(prompt)}"
