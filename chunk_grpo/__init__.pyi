@@ -11,6 +11,7 @@ from .method.objective import chunk_ratio as chunk_ratio, clipped_objective as c
 from .method.objective import group_advantages as group_advantages
 from .method.sampler import Sampler as Sampler
 from .method.schedule import sigmas as sigmas
+from .models.inputs import write_prompts as write_prompts
 from .models.policy import load_policy as load_policy
 from .reporting.publish import (
     export_run as export_run,

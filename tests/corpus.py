@@ -63,7 +63,7 @@ def kind_of(name: str) -> type:
     """What a setting holds: int, float, bool, str, tuple or dict; `Literal` for one of several words."""
     hint = Settings.model_fields[name].annotation
     if typing.get_origin(hint) is types.UnionType:
-        return dict
+        return float if hint == float | None else dict
     return typing.get_origin(hint) or hint
 
 
@@ -89,6 +89,8 @@ def wrong_values(name: str) -> list[str]:
             "1,5",
             LONG,
         ]
+        if Settings.model_fields[name].default is None:
+            out.remove("null")
         out += ["1.5", "1e3", "1.0", "010", "1:30"] if kind is int else ["1e999", "1d3"]
         out += [DIGITS, "9" * 19] if kind is int else []
         low = limits.get("ge", limits.get("gt"))

@@ -19,6 +19,14 @@ PROMPTS = ["a red star", 'two cats left of three "dogs" \\ the green square']
 WAYS = {
     "lora": {"lora_rank": 4, "true_cfg_scale": 3.0},
     "full": {"lora_rank": 0, "true_cfg_scale": 1.0},
+    # an evaluation of another size and guidance than training, away from a negative prompt
+    "own": {
+        "lora_rank": 4,
+        "eval_resolution": [32, 64],
+        "eval_guidance": 4.0,
+        "eval_true_cfg_scale": 3.0,
+        "negative_prompt": "two blue cats",
+    },
 }
 
 

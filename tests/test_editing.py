@@ -157,9 +157,9 @@ def test_an_image_is_encoded_once_for_each_size(home, monkeypatch):
 def test_guidance_reads_the_empty_prompt_with_each_image(home):
     model = policy.load_policy(str(home / "model"), resolution=64, max_tokens=8, true_cfg_scale=3.0)
     rows = model.encode(inputs.read_run_prompts(edit_settings(home))[:2])
-    assert torch.equal(rows["blank_image_latents"], rows["image_latents"])
-    torch.testing.assert_close(rows["blank_prompt_embeds"][0], rows["blank_prompt_embeds"][1])
-    assert not torch.equal(rows["blank_prompt_embeds"], rows["prompt_embeds"])
+    assert torch.equal(rows["negative_image_latents"], rows["image_latents"])
+    torch.testing.assert_close(rows["negative_prompt_embeds"][0], rows["negative_prompt_embeds"][1])
+    assert not torch.equal(rows["negative_prompt_embeds"], rows["prompt_embeds"])
 
 
 def test_qwen_rejects_a_prompt_that_it_would_have_to_cut(home, tmp_path):

@@ -16,7 +16,7 @@ from chunk_grpo.method.chunks import chunks_from_setting
 from chunk_grpo.method.sampler import Sampler
 from chunk_grpo.models import policy, trainable
 from chunk_grpo.models.families import latents_to_tokens
-from chunk_grpo.models.inputs import ImagePrompt
+from chunk_grpo.models.inputs import ImagePrompt, open_source_image
 from chunk_grpo.training.methods import Method, ReplayContext, sample_chunks
 from chunk_grpo.training.rollout import RolloutOptions, sample_ode, sample_trajectories
 from chunk_grpo.training.update import (
@@ -78,7 +78,9 @@ def sources(tmp_path_factory):
         SOURCES.append(folder / f"{i}.png")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            pipeline_qwenimage_edit, "calculate_dimensions", lambda *_: (SIDE, SIDE, None)
+            pipeline_qwenimage_edit,
+            "calculate_dimensions",
+            lambda _, ratio: (int(SIDE * max(ratio, 1)), int(SIDE / min(ratio, 1)), None),
         )
         yield
     SOURCES.clear()
@@ -109,7 +111,7 @@ def tokens(latents):
 class Watched:
     """A pipeline's own call: what its transformer was given, each step's latents and velocity, and the images."""
 
-    def __init__(self, folder, **given):
+    def __init__(self, folder, height=SIDE, width=SIDE, **given):
         pipe = DiffusionPipeline.from_pretrained(folder)
         pipe.set_progress_bar_config(disable=True)
         self.calls, self.latents, self.velocity = [], [], []
@@ -127,14 +129,15 @@ class Watched:
 
         pipe.scheduler.step = watch
         if "Kontext" in type(pipe).__name__:
-            given |= {"max_area": SIDE**2, "_auto_resize": False}
+            given |= {"max_area": height * width, "_auto_resize": False}
         if "Kontext" in type(pipe).__name__ or "Edit" in type(pipe).__name__:
-            given |= {"image": [Image.open(file) for file in SOURCES]}
+            edited = [ImagePrompt(text, file) for text, file in zip(EDITS, SOURCES, strict=True)]
+            given |= {"image": [open_source_image(prompt, width, height) for prompt in edited]}
         prompts = EDITS if "image" in given else PROMPTS
         self.images = pipe(
             prompt=list(prompts),
-            height=SIDE,
-            width=SIDE,
+            height=height,
+            width=width,
             num_inference_steps=STEPS,
             generator=generators(),
             max_sequence_length=TOKENS,
@@ -214,6 +217,52 @@ def test_sampling_is_the_pipelines_call(pair):
     torch.testing.assert_close(ours, theirs.last, rtol=0, atol=1e-5)
     assert theirs.images.std() > 0.01
     torch.testing.assert_close(model.decode(ours), theirs.images, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(("height", "width"), [(64, 128), (128, 64)], ids=["wide", "tall"])
+def test_images_that_are_not_square_are_the_pipelines(family, height, width):
+    """Noise, positions, noise levels and decoding of another height than width."""
+    name, folder = family
+    theirs = Watched(folder, height, width, **ON[name])
+    model = load(folder, true_cfg_scale=3.0).set_resolution((height, width))
+    noise = torch.stack([model.noise(g) for g in generators()])
+    assert torch.equal(noise, theirs.latents[0])
+    grid = model.sigmas(STEPS)
+    torch.testing.assert_close(grid, theirs.sigmas, rtol=0, atol=1e-6)
+    ours = sample_ode(model, model.encode(prompts_of(model)), noise, grid)
+    torch.testing.assert_close(ours, theirs.last, rtol=0, atol=1e-5)
+    images = model.decode(ours)
+    assert images.shape[2:] == (height, width)
+    torch.testing.assert_close(images, theirs.images, rtol=0, atol=1e-5)
+
+
+def test_negative_prompts_are_the_pipelines(family):
+    """Each prompt is led away from its own negative prompt, or from the run's."""
+    name, folder = family
+    negatives = ["a blue cat", "two dogs left of a red square"]
+    if name == "klein":  # its pipeline takes them as embeddings alone
+        pipe = DiffusionPipeline.from_pretrained(folder)
+        embeds = pipe.encode_prompt(negatives, max_sequence_length=TOKENS)[0]
+        given = ON[name] | {"negative_prompt_embeds": embeds}
+    else:
+        given = ON[name] | {"negative_prompt": list(negatives)}
+    theirs = Watched(folder, **given)
+    model = load(folder, true_cfg_scale=3.0)
+    prompts = prompts_of(model)
+    noise = torch.stack([model.noise(g) for g in generators()])
+    sigma = theirs.sigmas[0].expand(2)
+    without = model.velocity(noise, sigma, model.encode(prompts))
+    model.negative_prompt = negatives[1]
+    model.negative_prompts = {prompts[0]: negatives[0]}
+    rows = model.encode(prompts)
+    velocity = model.velocity(noise, sigma, rows)
+    torch.testing.assert_close(velocity, theirs.velocity[0], rtol=1e-5, atol=1e-5)
+    assert (velocity - without).abs().max() > 1e-3
+    ours = sample_ode(model, rows, noise, model.sigmas(STEPS))
+    torch.testing.assert_close(ours, theirs.last, rtol=0, atol=1e-5)
+    assert not any(
+        row.startswith("negative") for row in model.set_guidance(2.5, 1.0).encode(prompts)
+    )
 
 
 def test_a_sample_alone_is_the_sample_in_a_batch(pair):

@@ -120,8 +120,8 @@ def test_geneval_metadata_is_read_as_other_lists_are(tmp_path):
 @pytest.mark.parametrize(
     "field, value",
     [
-        ("negative_prompt", "blurry"),
-        ("Negative Prompt", "blurry"),
+        ("negative", "blurry"),
+        ("negative_prompt_2", "blurry"),
         ("width", 1024),
         ("height", 512),
         ("seed", 0),

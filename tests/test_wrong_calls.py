@@ -55,6 +55,7 @@ GOOD = {  # arguments that are right by themselves
     "Settings": {},
     "load_settings": {"source": "pocket/tiny"},
     "load_policy": {"model": "pocket", "resolution": 64},
+    "write_prompts": {"prompts": ["a ring"], "path": "/proc/no/prompts.jsonl"},
     "load_placed_reward": {"name": "pocket-clip"},
     "sample_images": {"policy": Nobody(), "prompts": ["a ring"], "places": [(0, 0)], "seed": 0},
     "train": {"settings": "pocket/tiny", "out": "/proc/no/run"},
@@ -160,7 +161,7 @@ WRONG = {
     },
     "load_policy": {
         "model": (*TEXTS, "no-model-of-this-name"),
-        "resolution": (*COUNTS, 0, 63),
+        "resolution": (*COUNTS, 0, 63, (64,), (64, 0), (64, 63), (64, 64.0), (64, 64, 64)),
         "dtype": (None, 32, "float16", "half", "", torch.float32, ["float32"]),
         "weights": (32, "float16", "", []),
         "max_tokens": (*COUNTS, 0, 100_000),
@@ -169,6 +170,21 @@ WRONG = {
         "device": (None, 0, "gpu", "", "cuda:x", "meta0", []),
         "host": FLAGS,
         "vae_tiling": FLAGS,
+    },
+    "write_prompts": {
+        "prompts": (
+            None,
+            5,
+            "a ring",
+            b"a ring",
+            [],
+            [5],
+            [None],
+            [""],
+            {"prompt": "a"},
+            [{"a": 1}],
+        ),
+        "path": (*TEXTS, "prompts.txt"),
     },
     "load_placed_reward": {
         "name": (*TEXTS, "no-reward", "module:"),

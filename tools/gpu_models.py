@@ -178,17 +178,18 @@ def random_policy(
 
         def encode(self, prompts: list[str]) -> dict[str, Tensor]:
             """Return random conditioning, the same for a prompt whenever it is asked for; one row per prompt."""
-            rows = [self.random_row(prompt) for prompt in [*prompts, *self.blank]]
+            negatives = self.negatives(prompts)
+            rows = [self.random_row(prompt) for prompt in [*prompts, *negatives[:1]]]
             stacked = {
                 name: torch.stack([row[name] for row in rows]).to(self.device) for name in rows[0]
             }
             count = len(prompts)
-            if not self.blank:
+            if not negatives:
                 return stacked
-            blank = {
-                f"blank_{k}": v[count:].expand(count, *v.shape[1:]) for k, v in stacked.items()
+            negative = {
+                f"negative_{k}": v[count:].expand(count, *v.shape[1:]) for k, v in stacked.items()
             }
-            return {k: v[:count] for k, v in stacked.items()} | blank
+            return {k: v[:count] for k, v in stacked.items()} | negative
 
         def random_row(self, prompt: str) -> dict[str, Tensor]:
             """Return the random conditioning of one prompt; families with masks get prompts of different lengths."""

@@ -326,9 +326,11 @@ def sample(
     from chunk_grpo.runs import run_folder
 
     # A model with a small vocabulary, such as the pocket model, skips words without an error.
-    model = run_folder.read_run_settings(run).model
-    texts = prompt or inputs.read_model_prompts(str(prompts), "--prompts", model)
-    model_folder = inputs.locate_model(model)
+    settings = run_folder.read_run_settings(run)
+    texts = prompt or inputs.read_model_prompts(
+        str(prompts), "--prompts", settings.model, settings.family, negative_prompts=False
+    )
+    model_folder = inputs.locate_model(settings.model)
     unknown = inputs.unknown_words(model_folder, texts)
     if unknown:
         typer.echo(

@@ -5,9 +5,10 @@
 # %% auto #0
 __all__ = ['OURS', 'REWARD_LOADERS', 'EMBEDDING_REWARDS', 'REWARD_PLACES', 'TRACKERS', 'ALARMS', 'PRESETS_DIR', 'METHODS',
            'RESUME_CHANGEABLE_FIELDS', 'image_size', 'format_resolution', 'reward_weights', 'evaluated_rewards',
-           'embedding_reward', 'named_code', 'resolve_code_files', 'module_search_path', 'import_callable',
-           'lr_schedule', 'method_label', 'Settings', 'list_presets', 'find_settings_file', 'read_settings_file',
-           'load_settings', 'dump_settings', 'diff_settings', 'check_resume', 'settings_table', 'check_processes']
+           'guidance_scales', 'uses_true_cfg', 'embedding_reward', 'named_code', 'resolve_code_files',
+           'module_search_path', 'import_callable', 'lr_schedule', 'method_label', 'Settings', 'list_presets',
+           'find_settings_file', 'read_settings_file', 'load_settings', 'dump_settings', 'diff_settings',
+           'check_resume', 'settings_table', 'check_processes']
 
 # %% ../../nbs/02_core/04_settings.ipynb #77c2ca98
 import contextlib
@@ -51,7 +52,8 @@ if TYPE_CHECKING:
 # %% ../../nbs/02_core/04_settings.ipynb #0f1035cd
 _LARGEST_SIDE = 16_384  # pixels
 _SIZE_WORDS = (
-    f"the side length of a square or [height, width], multiples of 16 from 16 to {_LARGEST_SIDE}"
+    "the side length of a square or [height, width], each a multiple of 16 from 16 to "
+    f"{_LARGEST_SIDE}"
 )
 
 
@@ -115,8 +117,8 @@ class _DrawingSettings(BaseModel):
         "hpdv2-train.txt",
         "",
         _SETUP + ": HPDv2.1, not shipped",
-        'Training prompts: "pocket:train", a .txt file with one prompt per line, or a .json, .jsonl, .csv, .tsv or '
-        ".yaml list, as FILE or FILE:COLUMN.",
+        'Training prompts: "pocket:train", a .txt file with one prompt per line, or a .json, .jsonl, .csv, .tsv, '
+        ".yaml, .parquet or .arrow list, as FILE or FILE:COLUMN.",
     )
     eval_prompts: _Text = setting(
         "hpdv2-test.txt",
@@ -156,8 +158,16 @@ class _DrawingSettings(BaseModel):
         1.0,
         "",
         "the paper has none",
-        "Scale of classifier-free guidance, in rollout and training; adds a forward pass for the empty prompt; 1: off.",
+        "Scale of classifier-free guidance, in rollout and training; adds a forward pass for the negative prompt; 1: off.",
         ge=1,
+    )
+    negative_prompt: str = setting(
+        "",
+        "",
+        "the paper has none",
+        "Prompt that classifier-free guidance leads away from; a record of a prompt list may have its own, in the field "
+        "`negative_prompt`.",
+        takes="a text",
     )
     steps: int = setting(
         17,
@@ -689,6 +699,24 @@ class _RewardSettings(BaseModel):
         takes=_SIZE_WORDS,
         le=None,  # `_check_resolution` checks the limits of both sides
     )
+    eval_guidance: float | None = setting(
+        None,
+        "",
+        OURS,
+        "Guidance scale in evaluation of a guidance-distilled model; null: `guidance`, as in training.",
+        takes="a number of at least 0, or null",
+        ge=0,
+        le=1e30,
+    )
+    eval_true_cfg_scale: float | None = setting(
+        None,
+        "",
+        OURS,
+        "Scale of classifier-free guidance in evaluation; 1: off; null: `true_cfg_scale`, as in training.",
+        takes="a number of at least 1, or null",
+        ge=1,
+        le=1e30,
+    )
     hybrid_split: int = setting(
         30,
         "transitions",
@@ -758,6 +786,21 @@ def reward_weights(settings: "Settings") -> dict[str, float]:  # name -> weight
 def evaluated_rewards(settings: "Settings") -> tuple[str, ...]:
     """Return the names of the rewards that score held-out prompts."""
     return settings.eval_rewards or tuple(reward_weights(settings))
+
+
+def guidance_scales(settings: "Settings") -> tuple[tuple[float, float], tuple[float, float]]:
+    """Return (`guidance`, `true_cfg_scale`) of training, and both scales of evaluation."""
+    training = (settings.guidance, settings.true_cfg_scale)
+    evaluation = (settings.eval_guidance, settings.eval_true_cfg_scale)
+    return training, tuple(
+        trained if changed is None else changed
+        for trained, changed in zip(training, evaluation, strict=True)
+    )
+
+
+def uses_true_cfg(settings: "Settings") -> bool:
+    """Return True if training or evaluation has classifier-free guidance."""
+    return any(scale > 1 for _, scale in guidance_scales(settings))
 
 
 def embedding_reward(settings: "Settings") -> str | None:
@@ -1100,6 +1143,13 @@ def _check_choices(settings: "Settings") -> None:
         "hybrid_split",
         settings.hybrid_split <= settings.eval_steps,
         f"be at most `eval_steps` ({settings.eval_steps})",
+    )
+    _require(
+        settings,
+        "negative_prompt",
+        not settings.negative_prompt or uses_true_cfg(settings),
+        "be empty without classifier-free guidance (`true_cfg_scale` and `eval_true_cfg_scale` 1)",
+        value=repr(settings.negative_prompt[:80]),
     )
     if settings.sharding != "none":
         _require(

@@ -143,7 +143,7 @@ def load_benchmark_task(
         prompts = []
         kinds = []
         for style in _STYLES:
-            of_style = read_prompts(f"{source}/{style}.json", "`source`")
+            of_style = read_prompts(f"{source}/{style}.json", "`source`", negative_prompts=False)
             prompts += of_style
             kinds += [style] * len(of_style)
         return BenchmarkTask(name, tuple(prompts), samples or 1, tuple(kinds))
@@ -153,13 +153,15 @@ def load_benchmark_task(
             f"{name!r}"
         )
     if name in _SOURCES:
-        prompts, records = read_prompts_with_records(str(source), "`source`")
+        prompts, records = read_prompts_with_records(
+            str(source), "`source`", negative_prompts=False
+        )
         return BenchmarkTask(name, tuple(prompts), samples or 1, records=tuple(records))
     if source is not None:
         raise InputError(
             f"`source` must be left out if `benchmark` is a list of prompts, {name}; got {str(source)!r}"
         )
-    prompts, records = read_prompts_with_records(name, "`benchmark`")
+    prompts, records = read_prompts_with_records(name, "`benchmark`", negative_prompts=False)
     return BenchmarkTask(
         _list_name(listed, column), tuple(prompts), samples or 1, records=tuple(records)
     )
@@ -193,6 +195,7 @@ def prepare_benchmark(
     settings = evaluation_settings(run, changes)
     arms = ode_arms(settings)
     file = Path(out) / "manifest.json"
+    _, (guidance, true_cfg_scale) = setting.guidance_scales(settings)
     manifest = {
         "benchmark": what.name,
         "prompts_sha256": hashlib.sha256(json.dumps(what.prompts).encode()).hexdigest(),
@@ -202,8 +205,8 @@ def prepare_benchmark(
         "seed": settings.eval_seed,
         "steps": settings.eval_steps,
         "resolution": settings.model_dump(mode="json")["eval_resolution"],
-        "guidance": settings.guidance,
-        "true_cfg_scale": settings.true_cfg_scale,
+        "guidance": guidance,
+        "true_cfg_scale": true_cfg_scale,
         "model_sha256": read_json(Path(run) / "run.json").get("model_sha256"),
         "trained_sha256": hash_trained_weights(run),
     }
@@ -233,6 +236,7 @@ def sample_benchmark(
     settings, arms = prepare_benchmark(run, what, out, changes)
     with drawing_threads(settings.threads):
         model = load_trained_policy(run, settings)
+        model.negative_prompts = {}  # those of the run's own list
         for arm, split in arms.items():
             folder = Path(out) / arm
             places = what.missing(folder, share)

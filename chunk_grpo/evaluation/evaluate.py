@@ -325,6 +325,8 @@ _EVALUATION_CHANGEABLE_FIELDS = (
     "eval_images",
     "eval_steps",
     "eval_resolution",
+    "eval_guidance",
+    "eval_true_cfg_scale",
     "eval_seed",
     "hybrid_split",
     "rollout_batch",
@@ -417,6 +419,11 @@ def evaluate(
     if AS_TRAINED_ARMS.keys() <= arms.keys():
         names = ("sampler", "steps", "eta", "shift", "resolution")
         summary |= {"as_trained": {name: getattr(settings, name) for name in names}}
+    training_guidance, evaluation_guidance = setting.guidance_scales(settings)
+    if evaluation_guidance != training_guidance:
+        summary |= {"guidance": list(evaluation_guidance)}
+        if "as_trained" in summary:
+            summary["as_trained"]["guidance"] = list(training_guidance)
 
     with only_evaluation(run):
         # Sample what is missing, in this process or in several.

@@ -347,7 +347,7 @@ class QwenImagePolicy(Policy):
     def apply_guidance(
         self,
         with_prompt: Tensor,  # (B, S, C), velocity with the prompt
-        without: Tensor,  # (B, S, C), velocity with the empty prompt
+        without: Tensor,  # (B, S, C), velocity with the negative prompt
     ) -> Tensor:  # (B, S, C)
         """Return the guided velocity, with the length of `with_prompt` in every token."""
         guided = super().apply_guidance(with_prompt, without)
@@ -434,23 +434,18 @@ class Flux2KleinPolicy(Policy):
         )
     }
 
-    def __init__(
-        self,
+    @classmethod
+    def check_guidance(
+        cls,
         folder: Path,  # a pipeline's folder
-        *given: Any,  # to `Policy`
-        true_cfg_scale: float = 1.0,  # classifier-free guidance scale; 1: off
-        **more: Any,  # to `Policy`, by name
+        true_cfg_scale: float,  # classifier-free guidance scale; 1: off
     ) -> None:
-        """Load the networks, frozen.
-
-        Raise InputError as `Policy` does, and if the model is distilled and guidance is on.
-        """
+        """Raise InputError if the model is distilled and guidance is on."""
         index = json.loads((Path(folder) / "model_index.json").read_text())
         if index.get("is_distilled") and true_cfg_scale > 1:
             raise InputError(
                 f"true_cfg_scale: got {true_cfg_scale:g}, but the model is distilled; allowed is 1."
             )
-        super().__init__(folder, *given, true_cfg_scale=true_cfg_scale, **more)
 
     def set_resolution(
         self,

@@ -6,9 +6,10 @@
 __all__ = ['OTHER_FILES', 'MODEL_FOLDERS', 'FAMILIES', 'SCHEDULER', 'locate_model', 'hash_model_files', 'read_tensor_shapes',
            'read_model_json', 'check_levels', 'check_scheduler', 'check_own_family', 'check_pipeline_folder',
            'import_class', 'find_family', 'build_meta_network', 'check_network_weights', 'unknown_words', 'check_parts',
-           'split_prompt_column', 'find_column', 'read_prompt_records', 'read_prompts', 'read_prompts_with_records',
-           'hash_records', 'describe_prompts', 'ImagePrompt', 'open_source_image', 'find_editing_pipeline',
+           'split_prompt_column', 'is_prompt_list', 'find_column', 'read_prompt_records', 'read_prompts',
+           'read_prompts_with_records', 'hash_records', 'ImagePrompt', 'open_source_image', 'find_editing_pipeline',
            'read_model_prompts', 'read_run_prompts', 'read_run_prompts_with_records', 'prompt_content',
+           'read_negative_prompts', 'run_negative_prompts', 'describe_prompts', 'write_prompts',
            'sample_prompt_indices', 'space_positions_evenly', 'content_hashes', 'absolute_inputs', 'hash_prompts',
            'model_stamp', 'input_records', 'find_changed_input']
 
@@ -35,7 +36,10 @@ from PIL import Image, ImageOps
 
 import chunk_grpo
 from .. import InputError
-from ..core.files import sha256_of
+from ..arguments import checked, some
+from ..arguments import path as path_type
+from ..core.files import atomic_write, sha256_of
+from ..core.settings import guidance_scales, uses_true_cfg
 from ..core.validation import format_value, parse_yaml, read_yaml_file
 from ..pocket import POCKET_MODELS, pocket_model_path
 
@@ -625,9 +629,12 @@ _PROMPT_FILES = {
     ".json": 'a JSON list of texts, or of objects with a field "prompt"',
     ".csv": "a table with commas and a column Prompt or Prompts",
     ".tsv": "a table with tabs and a column Prompt or Prompts",
+    ".parquet": "a Parquet table with a column Prompt or Prompts",
+    ".arrow": "an Arrow table with a column Prompt or Prompts",
     ".yaml": "a YAML list of texts, or of mappings with a field prompt",
     ".yml": "a YAML list of texts, or of mappings with a field prompt",
 }
+_DATASET_FILES = ("dataset_info.json", "dataset_dict.json")  # in a folder of the datasets library
 _LONGEST_PROMPT = 10_000  # characters, far above what a text encoder reads
 _PROMPT_COLUMNS = ("prompt", "prompts")  # in lower case; case does not matter
 
@@ -643,10 +650,19 @@ def split_prompt_column(
     has_column = (
         colon
         and not source.startswith("pocket:")
-        and not os.path.isfile(source)
-        and os.path.isfile(path)
+        and not is_prompt_list(source)
+        and is_prompt_list(path)
     )
     return (path, column) if has_column else (source, "")
+
+
+def is_prompt_list(
+    path: str | Path,  # without a column
+) -> bool:
+    """Return True for a file, or for a folder that `save_to_disk` of the datasets library made."""
+    return os.path.isfile(path) or any(
+        os.path.isfile(os.path.join(path, name)) for name in _DATASET_FILES
+    )
 
 # %% ../../nbs/03_models/00_inputs.ipynb #d1c0a5e2
 def _read_table(
@@ -782,10 +798,57 @@ def _read_lines(text: str) -> list[tuple[str, Any]]:
         )
     return lines
 
+# %% ../../nbs/03_models/00_inputs.ipynb #35c39ed8
+_INSTALL_DATASETS = "pip install 'chunk-grpo[datasets]'"
+
+
+def _table_records(table: Any) -> list[tuple[str, Any]]:  # table: of pyarrow
+    """Return header and rows of a table, as `_read_table` does, without columns that hold bytes, such as images."""
+    names = [column.name for column in table.schema if "binary" not in str(column.type)]
+    rows = table.select(names).to_pylist()
+    header: list[tuple[str, Any]] = [("header", dict.fromkeys(names, ""))]
+    return header + [(f"row {number}", row) for number, row in enumerate(rows, 1)]
+
+
+def _read_arrow(
+    data: bytes,  # content of a file
+    kind: str,  # .parquet or .arrow
+) -> list[tuple[str, Any]]:  # as `_table_records` returns them
+    """Read the rows of a Parquet or Arrow file; raise ValueError without pyarrow, or if it cannot read the file."""
+    try:
+        from pyarrow import (  # pyright: ignore[reportMissingImports]
+            ArrowInvalid,
+            BufferReader,
+            ipc,
+            parquet,
+        )
+    except ImportError:
+        raise ValueError(f"it needs pyarrow: {_INSTALL_DATASETS}") from None
+    if kind == ".parquet":
+        return _table_records(parquet.read_table(BufferReader(data)))
+    try:
+        table = ipc.open_stream(BufferReader(data)).read_all()  # as the datasets library writes it
+    except ArrowInvalid:
+        table = ipc.open_file(BufferReader(data)).read_all()
+    return _table_records(table)
+
+
+def _read_dataset_folder(path: Path) -> list[tuple[str, Any]]:  # as `_table_records` returns them
+    """Read the rows of a folder that `save_to_disk` made; raise ValueError without the datasets library."""
+    try:
+        import datasets  # pyright: ignore[reportMissingImports]
+    except ImportError:
+        raise ValueError(f"it is a folder of the datasets library: {_INSTALL_DATASETS}") from None
+    content = datasets.load_from_disk(str(path))
+    if isinstance(content, datasets.DatasetDict):
+        splits = ", ".join(f"{path}/{name}" for name in content)
+        raise ValueError(f"it holds several splits; allowed are {splits}")
+    return _table_records(content.with_format("arrow")[:])
+
 # %% ../../nbs/03_models/00_inputs.ipynb #673902ce
 # fields of records that request more than a prompt, in lower case and without punctuation
 _DRAWING_FIELDS = frozenset(
-    "negativeprompt negativeprompts negative negprompt uncondprompt negativeprompt2 prompt2 prompt3 width "
+    "negativeprompts negative negprompt uncondprompt negativeprompt2 prompt2 prompt3 width "
     "height size imagesize resolution aspectratio seed seeds noiseseed guidance guidancescale cfg "
     "cfgscale truecfg truecfgscale steps step numsteps nsteps inferencesteps numinferencesteps "
     "samplingsteps samplesteps sampler samplername scheduler strength eta shift numimages "
@@ -793,6 +856,7 @@ _DRAWING_FIELDS = frozenset(
 )
 
 
+_NEGATIVE_FIELD = "negativeprompt"  # in lower case and without punctuation
 _COMPARISON_FIELD = "human_preference"  # of HPDv2, one record per pair of images
 
 
@@ -833,6 +897,7 @@ def _describe_download(name: str) -> str:  # name: of a missing list of prompts,
 def read_prompt_records(
     source: str,  # a file of one of the _PROMPT_FILES, also as FILE:COLUMN, or "pocket:train"
     field: str = "prompts",  # the setting's name, for the error's sentence
+    negative_prompts: bool = True,  # allow records with a negative prompt
     # per prompt its place, such as "line 2"; the prompt; the text or mapping that holds it
 ) -> list[tuple[str, str, Any]]:
     """Read a list of prompts, each with its place in the file and the whole record.
@@ -846,7 +911,7 @@ def read_prompt_records(
         from chunk_grpo import pocket  # the embedded default: imported only if it is used
 
         path = pocket.PROMPT_FILES.get(name.removeprefix("pocket:"), path)
-    if not path.is_file():
+    if not is_prompt_list(path):
         names = f"pocket:train, pocket:validation, pocket:test, pocket:test192, or a file: {', '.join(_PROMPT_FILES)}"
         raise InputError(
             f"{field}: {source!r} is not a file; allowed are {names}. {_describe_download(path.stem)}"
@@ -855,7 +920,10 @@ def read_prompt_records(
     # Take the file apart, and the prompt out of each record.
     kind = path.suffix.lower()
     try:
-        records = _parse_records(path.read_bytes(), kind)
+        if path.is_dir():
+            records = _read_dataset_folder(path)
+        else:
+            records = _parse_records(path.read_bytes(), kind)
         if records and records[0][0] == "header":
             find_column(records.pop(0)[1], column)
         prompts = [
@@ -863,6 +931,8 @@ def read_prompt_records(
         ]
     except (OSError, ValueError, RecursionError) as error:  # no JSON, and no YAML: ValueErrors
         wanted = _PROMPT_FILES.get(kind, _PROMPT_FILES[".txt"])
+        if path.is_dir():
+            wanted = "a folder that `save_to_disk` of the datasets library made"
         reason = str(error) if type(error) in (ValueError, InputError) else type(error).__name__
         raise InputError(
             f"{field}: {source} cannot be read ({reason}); allowed is {wanted}."
@@ -880,7 +950,9 @@ def read_prompt_records(
                 f"{_LONGEST_PROMPT} are allowed."
             )
         if isinstance(record, dict) and not column:
-            _check_drawing_fields(f"{field}: {place} of {source}", record, path)
+            _check_drawing_fields(
+                f"{field}: {place} of {source}", record, path, negative_prompts=negative_prompts
+            )
 
     # HPDv2 has a record per pair of images: keep the first record of each prompt.
     if all(isinstance(record, dict) and _COMPARISON_FIELD in record for _, _, record in prompts):
@@ -899,6 +971,8 @@ def _parse_records(
 
     Raise ValueError if it does not have the form that its ending, or its content, suggests.
     """
+    if kind in (".parquet", ".arrow"):
+        return _read_arrow(data, kind)
     try:
         text = data.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
     except UnicodeDecodeError as error:
@@ -938,18 +1012,34 @@ def _extract_prompt(
     return record.strip()
 
 
+def _normalize_field(name: object) -> str:
+    """Return the name of a record's field in lower case and without punctuation."""
+    return re.sub(r"[^a-z0-9]", "", str(name).lower())
+
+
 def _check_drawing_fields(
     place: str,  # setting, line and file, for the error's sentence
     record: dict,  # with a prompt and more
     path: Path,  # of the file
+    negative_prompts: bool,  # allow a negative prompt
 ) -> None:
     """Raise InputError if a record requests that its prompt be sampled in another way."""
     for name, value in record.items():
-        normalized = re.sub(r"[^a-z0-9]", "", str(name).lower())
+        normalized = _normalize_field(name)
         is_blank = value is None or (
             isinstance(value, (str, list, dict)) and not str(value).strip(" []{}")
         )
-        if normalized in _DRAWING_FIELDS and not is_blank:
+        if normalized == _NEGATIVE_FIELD and negative_prompts:
+            if not is_blank and not isinstance(value, str):
+                raise InputError(
+                    f"{place} holds {format_value(value)} as {name}, where a text is needed"
+                )
+            if len(str(value)) > _LONGEST_PROMPT:
+                raise InputError(
+                    f"{place} holds a {name} of {len(str(value))} characters; allowed are {_LONGEST_PROMPT}."
+                )
+            continue
+        if normalized in (*_DRAWING_FIELDS, _NEGATIVE_FIELD) and not is_blank:
             raise InputError(
                 f"{place} sets {name} to {str(value)[:40]!r}, but a run samples all prompts alike; remove it, or write "
                 f"{path}:{find_column(record)} to read that column alone."
@@ -959,24 +1049,27 @@ def _check_drawing_fields(
 def read_prompts(
     source: str,  # a file, FILE:COLUMN, or a shipped list such as "pocket:train"
     field: str = "prompts",  # the setting's name, for an error
+    negative_prompts: bool = True,  # allow records with a negative prompt
 ) -> list[str]:
     """Read the prompts of a list, in its order.
 
     Raise InputError as `read_prompt_records` does.
     """
-    return [prompt for _, prompt, _ in read_prompt_records(source, field)]
+    records = read_prompt_records(source, field, negative_prompts=negative_prompts)
+    return [prompt for _, prompt, _ in records]
 
 
 def read_prompts_with_records(
     source: str,  # of prompts, as for `read_prompts`
     field: str = "prompts",  # the setting's name, for an error
+    negative_prompts: bool = True,  # allow records with a negative prompt
 ) -> tuple[list[str], list[dict]]:  # prompts, and the record of each
     """Read the prompts of a list with their records, which a reward may take.
 
     A record is the object, mapping or table row that holds the prompt, with all its fields; of a list of texts it is
     `{"prompt": text}`. Raise InputError as `read_prompt_records` does.
     """
-    entries = read_prompt_records(source, field)
+    entries = read_prompt_records(source, field, negative_prompts=negative_prompts)
     prompts = [prompt for _, prompt, _ in entries]
     records = [
         record if isinstance(record, dict) else {"prompt": prompt} for _, prompt, record in entries
@@ -996,30 +1089,6 @@ def hash_records(
         return ""
     text = json.dumps(records, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def describe_prompts(
-    source: str,  # of prompts, as for `read_prompts`
-    field: str = "prompts",  # name of the setting that holds the source
-    model: str = "pocket",  # that draws them
-) -> str:
-    """Return a line with the number of prompts, the first two, and how many are repeated.
-
-    If the model edits images, the line also says how many of theirs are not square.
-    """
-    prompts = read_model_prompts(source, field, model)
-    shortened = [text if len(text) <= 60 else f"{text[:57]}..." for text in prompts[:2]]
-    first = " and ".join(repr(text) for text in shortened)
-    repeated = len(prompts) - len(set(prompts))
-    repeats = f"{repeated:,} of them repeated" if repeated else "none repeated"
-    plural = "s" if len(prompts) > 1 else ""
-    line = f"{len(prompts):,} prompt{plural} from {source}, first {first}, {repeats}"
-    images = [prompt for prompt in prompts if isinstance(prompt, ImagePrompt)]
-    if not images:
-        return line
-    cropped = sum(prompt.size[0] != prompt.size[1] for prompt in images)
-    shapes = f"{cropped:,} of them cropped to their middle square" if cropped else "all square"
-    return f"{line}; each edits an image, {shapes}"
 
 # %% ../../nbs/03_models/00_inputs.ipynb #d782aec1
 class ImagePrompt(str):
@@ -1170,12 +1239,13 @@ def read_model_prompts(
     field: str,  # the setting's name, for an error
     model: str,  # that draws the prompts
     family: str = "",  # of the model, as for `check_pipeline_folder`
+    negative_prompts: bool = True,  # allow records with a negative prompt
 ) -> list[str]:  # of `ImagePrompt` if the model edits images
     """Read the prompts of a list, with their images if the model edits images.
 
     Raise InputError as `read_prompt_records` does, and if a prompt lacks an image that can be read.
     """
-    records = read_prompt_records(source, field)
+    records = read_prompt_records(source, field, negative_prompts=negative_prompts)
     pipeline = find_editing_pipeline(model, family)
     if not pipeline:
         return [prompt for _, prompt, _ in records]
@@ -1221,6 +1291,164 @@ def prompt_content(prompt: str) -> str | list[str]:
         return [str(prompt), prompt.image_sha256]
     return prompt
 
+# %% ../../nbs/03_models/00_inputs.ipynb #fccae08e
+def read_negative_prompts(
+    source: str,  # as for `read_prompts`
+    field: str = "prompts",  # the setting's name, for an error
+    model: str = "pocket",  # that draws the prompts
+    family: str = "",  # of the model, as for `check_pipeline_folder`
+) -> dict[str, str]:  # prompt, an `ImagePrompt` if the model edits images -> negative prompt
+    """Read the negative prompts of a list's records; prompts without one, or with a blank one, are left out.
+
+    Raise InputError if one prompt occurs with two negative prompts.
+    """
+    if split_prompt_column(source)[1]:  # only that column is read
+        return {}
+    negatives: dict[str, str] = {}
+    prompts = read_model_prompts(source, field, model, family)
+    for prompt, entry in zip(prompts, read_prompt_records(source, field), strict=True):
+        place, _, record = entry
+        if not isinstance(record, dict):
+            continue
+        negative = ""
+        for name, value in record.items():
+            if _normalize_field(name) == _NEGATIVE_FIELD and isinstance(value, str):
+                negative = value.strip()
+        if negatives.setdefault(prompt, negative) != negative:
+            raise InputError(
+                f"{field}: {source} has in {place} a second negative prompt for {str(prompt)[:60]!r}; one prompt "
+                "must always have the same"
+            )
+    return {prompt: negative for prompt, negative in negatives.items() if negative}
+
+
+def _read_run_list(
+    settings: Any,  # with model, family and the list
+    field: str,  # the setting that names the list
+) -> tuple[list[str], dict[str, str]]:  # prompts, and prompt -> negative prompt
+    """Read one of a run's lists, and the negative prompts that its records have."""
+    family = getattr(settings, "family", "")
+    negatives = read_negative_prompts(getattr(settings, field), field, settings.model, family)
+    return read_run_prompts(settings, field), negatives
+
+
+def run_negative_prompts(
+    settings: Any,  # of a run or of an evaluation
+    fields: Sequence[str] = ("prompts", "eval_prompts"),  # settings that name the lists
+) -> dict[str, str]:  # prompt -> negative prompt
+    """Read the negative prompts that records of a run's lists have.
+
+    Raise InputError if the run has no classifier-free guidance, or two lists contradict each other.
+    """
+    negatives: dict[str, str] = {}
+    for field in fields:
+        source = getattr(settings, field)
+        prompts, of_list = _read_run_list(settings, field)
+        if of_list and not uses_true_cfg(settings):
+            raise InputError(
+                f"{field}: records of {source} have a negative prompt, which only classifier-free guidance uses; set "
+                f"`true_cfg_scale` above 1, or remove the field"
+            )
+        for prompt in prompts:
+            negative = of_list.get(prompt, "")
+            if negatives.setdefault(prompt, negative) != negative:
+                raise InputError(
+                    f"{field}: {source} has another negative prompt for {str(prompt)[:60]!r} than the run's other list; "
+                    "one prompt must always have the same"
+                )
+    return {prompt: negative for prompt, negative in negatives.items() if negative}
+
+
+def _list_content(
+    settings: Any,  # with model, family and the list
+    field: str,  # the setting that names the list
+) -> list:  # of `prompt_content`, and of [`prompt_content`, negative prompt] where a record has one
+    """Return what a list contains, in whatever form the file holds it."""
+    prompts, negatives = _read_run_list(settings, field)
+    return [
+        [prompt_content(prompt), negatives[prompt]]
+        if prompt in negatives
+        else prompt_content(prompt)
+        for prompt in prompts
+    ]
+
+
+def describe_prompts(
+    source: str,  # of prompts, as for `read_prompts`
+    field: str = "prompts",  # name of the setting that holds the source
+    model: str = "pocket",  # that draws them
+    family: str = "",  # of the model, as for `check_pipeline_folder`
+) -> str:
+    """Return a line with the number of prompts, the first two, and how many are repeated.
+
+    If the model edits images, the line also says how many of theirs are not square. It counts the
+    prompts with a negative prompt of their own.
+    """
+    prompts = read_model_prompts(source, field, model, family)
+    shortened = [text if len(text) <= 60 else f"{text[:57]}..." for text in prompts[:2]]
+    first = " and ".join(repr(text) for text in shortened)
+    repeated = len(prompts) - len(set(prompts))
+    repeats = f"{repeated:,} of them repeated" if repeated else "none repeated"
+    plural = "s" if len(prompts) > 1 else ""
+    line = f"{len(prompts):,} prompt{plural} from {source}, first {first}, {repeats}"
+    if images := [prompt for prompt in prompts if isinstance(prompt, ImagePrompt)]:
+        cropped = sum(prompt.size[0] != prompt.size[1] for prompt in images)
+        shapes = f"{cropped:,} of them cropped to their middle square" if cropped else "all square"
+        line = f"{line}; each edits an image, {shapes}"
+    negatives = read_negative_prompts(source, field, model, family)
+    return f"{line}, {len(negatives):,} with a negative prompt" if negatives else line
+
+# %% ../../nbs/03_models/00_inputs.ipynb #6acfbc8e
+def _are_entries(prompts: Any) -> bool:
+    """Return True for anything to iterate over that is no single text or mapping."""
+    return isinstance(prompts, Iterable) and not isinstance(prompts, (str, bytes, Mapping))
+
+
+@checked(
+    prompts=some(Any, "a list of texts, a list of mappings, or a dataset", _are_entries),
+    path=path_type(),
+)
+def write_prompts(
+    prompts: Iterable,  # texts, mappings with a field prompt, or a dataset with a column prompt
+    path: str | Path,  # of a .jsonl file; it must be new, or hold the same prompts already
+) -> str:  # absolute path of the file, for the settings `prompts` and `eval_prompts`
+    """Write prompts as JSON lines and return the path of the file.
+
+    Other fields of mappings and other columns are written too. Raise InputError if an entry has no prompt, or a value that
+    JSON does not have.
+    """
+    file = Path(os.path.abspath(path))
+    if file.suffix != ".jsonl":
+        raise InputError(f"`path` must end in .jsonl; got {str(path)!r}")
+    lines = []
+    for number, entry in enumerate(prompts, 1):
+        record = dict(entry) if isinstance(entry, Mapping) else {"prompt": entry}
+        try:
+            prompt = _extract_prompt(f"entry {number}", record, "")
+        except ValueError as error:
+            raise InputError(f"`prompts`: {error}") from None
+        if not 0 < len(prompt) <= _LONGEST_PROMPT:
+            raise InputError(
+                f"`prompts` must hold texts of 1 to {_LONGEST_PROMPT} characters; entry {number} has {len(prompt)}"
+            )
+        _check_drawing_fields(f"`prompts`: entry {number}", record, file, negative_prompts=True)
+        for name, value in record.items():
+            try:
+                json.dumps({name: value}, allow_nan=False)
+            except (TypeError, ValueError):
+                raise InputError(
+                    f"`prompts` must hold values that JSON has; entry {number} has a {type(value).__name__} as {name}"
+                ) from None
+        lines.append(json.dumps(record, ensure_ascii=False) + "\n")
+    if not lines:
+        raise InputError("`prompts` must hold at least one prompt; got none")
+    content = "".join(lines)
+    if file.exists() and file.read_bytes() != content.encode():
+        raise InputError(f"`path` must be new or hold the same prompts; {file} holds others")
+    with atomic_write(file) as temporary:
+        temporary.write_text(content, encoding="utf-8")
+    return str(file)
+
 # %% ../../nbs/03_models/00_inputs.ipynb #a0bc70d0
 def sample_prompt_indices(
     total: int,  # prompts in the list
@@ -1252,9 +1480,9 @@ def space_positions_evenly(
     return [i * total // count for i in range(count)]
 
 # %% ../../nbs/03_models/00_inputs.ipynb #inputs-content
-def _hash_prompt_lists(lists: list[list[str]]) -> str:  # hex
-    """Return the sha256 of several lists of prompts."""
-    contents = [[prompt_content(prompt) for prompt in prompts] for prompts in lists]
+def _hash_lists(settings: Any) -> str:  # hex
+    """Return the sha256 of both lists of a run."""
+    contents = [_list_content(settings, name) for name in ("prompts", "eval_prompts")]
     return hashlib.sha256(json.dumps(contents).encode()).hexdigest()
 
 
@@ -1265,15 +1493,19 @@ def content_hashes(
 
     Raise InputError if one is missing or damaged, or the list of prompts is too short.
     """
-    prompts = [read_run_prompts(settings, name) for name in ("prompts", "eval_prompts")]
-    sample_prompt_indices(len(prompts[0]), settings.prompts_per_iteration, settings.seed, 0)
+    prompts = read_run_prompts(settings)
+    lists_sha256 = _hash_lists(settings)
+    run_negative_prompts(settings)
+    sample_prompt_indices(len(prompts), settings.prompts_per_iteration, settings.seed, 0)
     model = locate_model(settings.model)
-    check_pipeline_folder(model, settings.family)
+    family = find_family(check_pipeline_folder(model, settings.family))
+    for _, scale in guidance_scales(settings):
+        family.check_guidance(model, scale)
     check_scheduler(model, settings.eval_steps)
     check_parts(model, settings.family)
     hashes = {
         "model_sha256": hash_model_files(model, MODEL_FOLDERS),
-        "prompts_sha256": _hash_prompt_lists(prompts),
+        "prompts_sha256": lists_sha256,
     }
     records = [hash_records(getattr(settings, name), name) for name in ("prompts", "eval_prompts")]
     if any(records):
@@ -1308,7 +1540,7 @@ def absolute_inputs(settings: Any) -> Any:  # settings; returns settings
         changes["lora_start"] = os.path.abspath(settings.lora_start)
     for name in ("prompts", "eval_prompts"):
         path, column = split_prompt_column(getattr(settings, name))
-        if not path.startswith("pocket:") and os.path.isfile(path):
+        if not path.startswith("pocket:") and is_prompt_list(path):
             suffix = f":{column}" if column else ""
             changes[name] = os.path.abspath(path) + suffix
     changes["reward_options"] = {
@@ -1338,9 +1570,8 @@ def hash_prompts(
     settings: Any,  # with model, family, prompts and eval_prompts
     field: str,  # prompts or eval_prompts
 ) -> str:  # hex
-    """Return the sha256 of the prompts of a list, in whatever form the file holds them."""
-    contents = [prompt_content(prompt) for prompt in read_run_prompts(settings, field)]
-    return hashlib.sha256(json.dumps(contents).encode()).hexdigest()
+    """Return the sha256 of a list's prompts and negative prompts, in whatever form the file holds them."""
+    return hashlib.sha256(json.dumps(_list_content(settings, field)).encode()).hexdigest()
 
 
 def model_stamp(folder: Path) -> str:  # hex
@@ -1412,7 +1643,6 @@ def find_changed_input(
             return name
         # An older run recorded one hash of both lists.
         if name not in recorded and known.get("prompts_sha256"):
-            lists = [read_run_prompts(settings, field) for field in ("prompts", "eval_prompts")]
-            if _hash_prompt_lists(lists) != known["prompts_sha256"]:
+            if _hash_lists(settings) != known["prompts_sha256"]:
                 return name
     return None

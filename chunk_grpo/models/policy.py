@@ -14,9 +14,10 @@ import functools
 import hashlib
 import importlib.util
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal, Self
 
 import diffusers
@@ -32,6 +33,7 @@ from ..core.settings import image_size
 from ..method.schedule import dynamic_shift, sigmas
 from chunk_grpo.models.inputs import (
     FAMILIES,
+    ImagePrompt,
     check_network_weights,
     check_pipeline_folder,
     find_family,
@@ -305,10 +307,18 @@ class Family:
         vae = _load_network(self, 1, self.dtype)
         return transformer, vae
 
+    @classmethod
+    def check_guidance(
+        cls,
+        folder: Path,  # a pipeline's folder
+        true_cfg_scale: float,  # classifier-free guidance scale; 1: off
+    ) -> None:
+        """Raise InputError if the model does not allow classifier-free guidance of this scale."""
+
     def apply_guidance(
         self,
         with_prompt: Tensor,  # (B, S, C), velocity with the prompt
-        without: Tensor,  # (B, S, C), velocity with the empty prompt
+        without: Tensor,  # (B, S, C), velocity with the negative prompt
     ) -> Tensor:  # (B, S, C)
         """Return the velocity of classifier-free guidance with scale `true_cfg_scale`."""
         return without + self.true_cfg_scale * (with_prompt - without)
@@ -328,6 +338,8 @@ class Policy(Family):
     # `compute_network_sigma` truncates
     lora = sharded = compiled = truncate_timesteps = False
     pipe: Any = None  # the pipeline, if it was in memory already
+    negative_prompt: str = ""  # of classifier-free guidance, unless a prompt has its own
+    negative_prompts: Mapping[str, str] = MappingProxyType({})  # prompt -> its own negative prompt
     encode = encode_prompts
     model_key = functools.cached_property(prompt_key)
 
@@ -362,12 +374,9 @@ class Policy(Family):
         self.max_tokens = max_tokens
         self.dtype = dtype
         self.device = torch.device(device)
-        self.guidance = guidance
+        self.set_guidance(guidance, true_cfg_scale)
         self.quantization = quantization
         check_quantization(quantization, self.device)
-        self.true_cfg_scale = true_cfg_scale
-        # prompts to encode in addition to all others: guidance needs the empty one
-        self.blank: tuple[str, ...] = ("",) if true_cfg_scale > 1 else ()
         self.transformer, self.vae = self.load_networks(weights, host)
         if vae_tiling:
             self.vae.enable_slicing()
@@ -408,6 +417,35 @@ class Policy(Family):
         self.tokens = (self.latent_height // self.patch) * (self.latent_width // self.patch)
         return self
 
+    def set_guidance(
+        self,
+        guidance: float,  # embedded guidance scale; ignored by models without the embedding
+        true_cfg_scale: float,  # classifier-free guidance scale; 1: off
+    ) -> Self:
+        """Set both guidance scales and return the policy.
+
+        Raise InputError if the model does not allow classifier-free guidance of this scale.
+        """
+        self.check_guidance(self.folder, true_cfg_scale)
+        self.guidance = guidance
+        self.true_cfg_scale = true_cfg_scale
+        return self
+
+    def negatives(self, prompts: Sequence[str]) -> list[str]:
+        """Return the negative prompt of each prompt; none without classifier-free guidance.
+
+        That of a prompt with an image has the same image.
+        """
+        if self.true_cfg_scale <= 1:
+            return []
+        texts = [self.negative_prompts.get(prompt, self.negative_prompt) for prompt in prompts]
+        if not self.edits_images:
+            return texts
+        return [
+            prompt.with_text(text) if isinstance(prompt, ImagePrompt) else text
+            for prompt, text in zip(prompts, texts, strict=True)
+        ]
+
     def velocity(
         self,
         latents: Tensor,  # (B, S, C)
@@ -433,13 +471,13 @@ class Policy(Family):
         else:
             precision = contextlib.nullcontext()
         with precision:
-            if not self.blank:
+            if self.true_cfg_scale <= 1:
                 return self.predict(latents, sigma, conditioning).float()
-            # Guidance: the first half of the batch has the prompts, the second the empty prompt.
+            # Guidance: the first half of the batch has the prompts, the second the negative prompts.
             doubled = {
-                name: torch.cat([values, conditioning[f"blank_{name}"]])
+                name: torch.cat([values, conditioning[f"negative_{name}"]])
                 for name, values in conditioning.items()
-                if name[:6] != "blank_"
+                if not name.startswith("negative_")
             }
             both = self.predict(torch.cat([latents, latents]), torch.cat([sigma, sigma]), doubled)
         return self.apply_guidance(*both.float().chunk(2))

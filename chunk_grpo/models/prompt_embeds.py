@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['prompt_cache_folder', 'cache_prompt_embeds', 'open_prompt_cache', 'trim_prompt_cache', 'lazy_prompt_encoder',
-           'prompt_key', 'blank_prompts', 'encode_prompts']
+           'prompt_key', 'encode_prompts']
 
 # %% ../../nbs/03_models/01_prompt_embeds.ipynb #ef05bbf4
 import contextlib
@@ -26,12 +26,7 @@ from torch import Tensor
 
 from .. import InputError
 from ..arguments import checked
-from chunk_grpo.models.inputs import (
-    ImagePrompt,
-    hash_model_files,
-    import_class,
-    prompt_content,
-)
+from .inputs import hash_model_files, import_class, prompt_content
 
 _KEPT_SECONDS = 7 * 24 * 3600  # a file used within this time is never removed
 # a file takes milliseconds to write; one that is older was left by a process that was killed
@@ -278,19 +273,6 @@ def prompt_key(policy: Any) -> str:  # sha256 in hex
     return hashlib.sha256(f"{files} {policy.max_tokens} {policy.dtype}".encode()).hexdigest()
 
 
-def blank_prompts(
-    policy: Any,  # with `blank` and `edits_images`
-    prompts: Sequence[str],
-) -> list[str]:
-    """Return the empty prompts that guidance needs beside these.
-
-    It is one for all of them, or one for each if each has an image.
-    """
-    if policy.blank and policy.edits_images:
-        return [prompt.with_text("") for prompt in prompts if isinstance(prompt, ImagePrompt)]
-    return list(policy.blank)
-
-
 @torch.no_grad()
 def _encode_in_memory(
     policy: Any,  # with `pipe`
@@ -305,23 +287,6 @@ def _encode_in_memory(
     return {name: torch.cat([rows[name] for rows in groups]) for name in groups[0]}
 
 
-def _split_blank_rows(
-    policy: Any,
-    rows: dict[str, Tensor],  # of the prompts, and behind them of `blank_prompts`
-    count: int,  # prompts
-) -> dict[str, Tensor]:
-    """Move rows to the policy's device and put those of empty prompts under names with `blank_` in front."""
-    rows = {name: values.to(policy.device) for name, values in rows.items()}
-    if not policy.blank:
-        return rows
-    # If the last row alone is an empty prompt's, each prompt gets a view of it.
-    blank = {
-        f"blank_{name}": values[count:].expand(count, *values.shape[1:])
-        for name, values in rows.items()
-    }
-    return {name: values[:count] for name, values in rows.items()} | blank
-
-
 @checked(prompts=Sequence[str])
 def encode_prompts(
     policy: Any,  # with `key`, the value of `prompt_key`
@@ -329,11 +294,24 @@ def encode_prompts(
 ) -> dict[str, Tensor]:  # what `embed` returns, one row per prompt
     """Return the conditioning of prompts, from the cache on disk or from the frozen encoders.
 
-    With guidance it also holds the rows of the empty prompt, under names with `blank_` in front.
+    With guidance it also holds the rows of each prompt's negative prompt, under names with `negative_` in front.
     """
-    all_prompts = [*prompts, *blank_prompts(policy, prompts)]
+    negatives = policy.negatives(prompts)
+    distinct = list(dict.fromkeys(negatives))
     if policy.pipe is not None:  # its encoders are in memory, and they may not be those of a folder
-        return _split_blank_rows(policy, _encode_in_memory(policy, all_prompts), len(prompts))
-    with lazy_prompt_encoder(policy) as encode:
-        rows = _load_prompt_embeds(all_prompts, policy.key, encode)
-    return _split_blank_rows(policy, rows, len(prompts))
+        rows = _encode_in_memory(policy, [*prompts, *distinct])
+    else:
+        with lazy_prompt_encoder(policy) as encode:
+            rows = _load_prompt_embeds([*prompts, *distinct], policy.key, encode)
+    rows = {name: values.to(policy.device) for name, values in rows.items()}
+    if not negatives:
+        return rows
+    count = len(prompts)
+    conditioning = {name: values[:count] for name, values in rows.items()}
+    for name, values in rows.items():
+        if len(distinct) == 1:  # a view of one row
+            negative = values[count:].expand(count, *values.shape[1:])
+        else:
+            negative = values[count:][[distinct.index(text) for text in negatives]]
+        conditioning[f"negative_{name}"] = negative
+    return conditioning

@@ -47,8 +47,10 @@ from chunk_grpo.core.settings import (
     check_processes,
     evaluated_rewards,
     format_resolution,
+    guidance_scales,
     image_size,
     list_presets,
+    uses_true_cfg,
 )
 from ..core.settings import load_settings, named_code, reward_weights
 from ..method.dynamics import DEFAULT_CHUNKS, chunk_count
@@ -62,11 +64,13 @@ from chunk_grpo.models.inputs import (
 )
 from chunk_grpo.models.inputs import (
     describe_prompts,
+    is_prompt_list,
     locate_model,
     read_model_json,
     read_run_prompts,
+    run_negative_prompts,
+    split_prompt_column,
 )
-from ..models.inputs import split_prompt_column
 from ..models.policy import TORCH_DTYPES, ModelConfig, Policy
 from ..models.prompt_embeds import prompt_cache_folder
 from ..pocket import POCKET_MODELS
@@ -144,7 +148,6 @@ def meta_policy(
     policy.max_tokens = max_tokens
     policy.guidance = 1.0
     policy.true_cfg_scale = 1.0
-    policy.blank = ()
     policy.dtype = TORCH_DTYPES[dtype]
     policy.device = torch.device("meta")
     with torch.device("meta"):
@@ -805,11 +808,14 @@ def iteration_flops(
 # %% ../../nbs/06_planning/00_plan.ipynb #bd5c12ae
 def held_out_prompts(settings: Settings) -> list[str]:
     """Return the held-out prompts of a run; none if their file does not exist here."""
-    exists = (
-        settings.eval_prompts.startswith("pocket:")
-        or Path(split_prompt_column(settings.eval_prompts)[0]).is_file()
-    )
-    return read_run_prompts(settings, "eval_prompts") if exists else []
+    if not _is_list_here(settings.eval_prompts):
+        return []
+    return read_run_prompts(settings, "eval_prompts")
+
+
+def _is_list_here(source: str) -> bool:
+    """Return True for a list of prompts that exists on this machine."""
+    return source.startswith("pocket:") or is_prompt_list(split_prompt_column(source)[0])
 
 
 def _evaluation_forwards(settings: Settings) -> dict[str, tuple[int, int, int]]:
@@ -817,11 +823,13 @@ def _evaluation_forwards(settings: Settings) -> dict[str, tuple[int, int, int]]:
 
     The values are arms, forward passes per image, and the images' resolution.
     """
-    passes_per_step = 1 + (settings.true_cfg_scale > 1)
+    (_, training_scale), (_, evaluation_scale) = guidance_scales(settings)
     ode_arms = 2 + (0 < settings.hybrid_split < settings.eval_steps)
+    ode_passes = settings.eval_steps * (1 + (evaluation_scale > 1))
+    sde_passes = settings.steps * (1 + (training_scale > 1))
     return {
-        "ODE": (ode_arms, settings.eval_steps * passes_per_step, settings.eval_resolution),
-        "as trained": (2, settings.steps * passes_per_step, settings.resolution),
+        "ODE": (ode_arms, ode_passes, settings.eval_resolution),
+        "as trained": (2, sde_passes, settings.resolution),
     }
 
 
@@ -831,8 +839,9 @@ def _evaluation_flops(settings: Settings, config: ModelConfig) -> tuple[float, i
     The values are the operations of one evaluation during training, the number of such
     evaluations, and the operations of the evaluation after the run.
     """
+    _, (_, scale) = guidance_scales(settings)
     forward = forward_flops(config, settings.eval_resolution, settings.max_tokens) * (
-        1 + (settings.true_cfg_scale > 1)
+        1 + (scale > 1)
     )
     arms = 1 + (0 < settings.hybrid_split < settings.eval_steps)
     times = 1 if not settings.eval_every else -(-settings.iterations // settings.eval_every)
@@ -1149,11 +1158,23 @@ def iteration_seconds(
 _HELD_OUT_PROMPTS = 400  # if their file does not exist here: as many as HPDv2's test.json has
 
 
-def _blank_prompts(settings: Settings, config: ModelConfig, prompts: int) -> int:
-    """Return how many empty prompts guidance encodes beside these: one, or one with each image."""
-    if settings.true_cfg_scale == 1:
+def _negative_prompts(
+    settings: Settings,  # of the run
+    config: ModelConfig,  # of the model's networks
+    prompts: int,  # that are sampled at most
+) -> int:
+    """Return how many negative prompts a run encodes at most.
+
+    They are its own, which may be empty, and those of its lists. If prompts have images, each has a
+    negative prompt with its image.
+    """
+    lists = [name for name in ("prompts", "eval_prompts") if _is_list_here(getattr(settings, name))]
+    of_prompts = {*run_negative_prompts(settings, lists).values()} - {settings.negative_prompt}
+    if not uses_true_cfg(settings):
         return 0
-    return prompts if find_family(config.pipeline).edits_images else 1
+    if find_family(config.pipeline).edits_images:
+        return prompts
+    return 1 + min(len(of_prompts), prompts)
 
 
 def _encoded_prompts(
@@ -1161,9 +1182,9 @@ def _encoded_prompts(
     config: ModelConfig,  # of the model's networks
     more: int = 0,  # prompts of the evaluation after the run
 ) -> int:
-    """Return how many prompts a run encodes at most, with the empty prompts of guidance."""
+    """Return how many prompts a run encodes at most, with the negative prompts of guidance."""
     prompts = settings.iterations * settings.prompts_per_iteration + settings.eval_count + more
-    return prompts + _blank_prompts(settings, config, prompts)
+    return prompts + _negative_prompts(settings, config, prompts)
 
 
 def run_disk_bytes(
@@ -1223,7 +1244,7 @@ def estimate_disk_bytes(settings: Settings) -> tuple[int, int]:  # of the run fo
     config = read_model_config(folder, settings.family)
     *files, _ = run_disk_bytes(settings, config).values()
     encoded = sampled + held_out
-    encoded += _blank_prompts(settings, config, encoded)
+    encoded += _negative_prompts(settings, config, encoded)
     needed = encoded * prompt_embeds_bytes(config, settings)
     stored = sum(
         file.stat().st_size
@@ -1361,8 +1382,9 @@ def _describe_list(
 ) -> str:
     """Describe what was read of a list of prompts, or say that its file does not exist here."""
     source = getattr(settings, field)
-    exists = source.startswith("pocket:") or Path(split_prompt_column(source)[0]).is_file()
-    return describe_prompts(source, field, settings.model) if exists else f"{source} is not here"
+    if not _is_list_here(source):
+        return f"{source} is not here"
+    return describe_prompts(source, field, settings.model, settings.family)
 
 
 def describe_counts(

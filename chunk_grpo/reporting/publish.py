@@ -317,12 +317,15 @@ def _is_hub_id(model: str) -> bool:
 def pipeline_options(
     settings: setting.Settings,
     pipeline: str,  # its class in diffusers
+    negative_prompt: str | None = None,  # of the prompt; None: the run's
 ) -> dict:
     """Return the arguments with which a pipeline of diffusers samples as an evaluation does.
 
-    Prompt and noise are not among them.
+    Prompt and noise are not among them, and neither is FLUX.2's negative prompt, which its pipeline takes as embeddings alone.
     """
-    scale = settings.true_cfg_scale
+    _, (guidance, scale) = setting.guidance_scales(settings)
+    if negative_prompt is None:
+        negative_prompt = settings.negative_prompt
     height, width = setting.image_size(settings.eval_resolution)
     options = {
         "num_inference_steps": settings.eval_steps,
@@ -334,8 +337,8 @@ def pipeline_options(
         "StableDiffusion3Pipeline": scale,
         "Flux2KleinPipeline": scale,
         "ZImagePipeline": scale - 1,
-        "FluxPipeline": settings.guidance,
-        "FluxKontextPipeline": settings.guidance,
+        "FluxPipeline": guidance,
+        "FluxKontextPipeline": guidance,
     }
     if pipeline in guidance_scales:
         options["guidance_scale"] = guidance_scales[pipeline]
@@ -345,8 +348,11 @@ def pipeline_options(
         "QwenImagePipeline",
         "QwenImageEditPipeline",
     )
-    if pipeline in has_true_cfg and scale > 1:
-        options |= {"true_cfg_scale": scale, "negative_prompt": ""}
+    if scale > 1:
+        if pipeline in has_true_cfg:
+            options |= {"true_cfg_scale": scale, "negative_prompt": negative_prompt}
+        elif negative_prompt and pipeline != "Flux2KleinPipeline":
+            options["negative_prompt"] = negative_prompt
     if pipeline == "FluxKontextPipeline":  # which changes sizes to its own without these
         options |= {"max_area": height * width, "_auto_resize": False}
     return options
@@ -421,7 +427,12 @@ def model_card(
     may_quote = settings.eval_prompts.startswith("pocket:") or trust or run_folder.is_own_run(run)
     family = inputs.check_pipeline_folder(inputs.locate_model(settings.model), settings.family)
     pipeline = inputs.find_family(family).pipeline
-    prompts = held_out_prompts(settings) if may_quote else ()
+    prompts = held_out_prompts(settings) if may_quote else []
+    prompt = next(iter(prompts), "a photo")
+    negatives = inputs.run_negative_prompts(settings, ["eval_prompts"]) if prompts else {}
+    negative_prompt = negatives.get(prompt, settings.negative_prompt)
+    _, (_, true_cfg_scale) = setting.guidance_scales(settings)
+    takes_embeddings = pipeline == "Flux2KleinPipeline" and true_cfg_scale > 1
     card = tables.render_template(
         "card.j2",
         **described,
@@ -435,10 +446,11 @@ def model_card(
         base=settings.model if is_hub_base else Path(settings.model).resolve().name,
         done=settings.iterations if is_final else int(weights.name),
         hybrid="hybrid" in evaluating.ode_arms(settings),
-        options=pipeline_options(settings, pipeline),
+        options=pipeline_options(settings, pipeline, negative_prompt),
+        embedded_negative=negative_prompt if takes_embeddings else "",
         layout=layout,
         start=adapters.START_FILE if (run / adapters.START_FOLDER).is_dir() else "",
-        prompt=str(next(iter(prompts), "a photo")),
+        prompt=str(prompt),
         source=f"{name}/{_SOURCE_FILE}" if inputs.find_family(family).edits_images else "",
         source_size=settings.eval_resolution,
         pipeline=pipeline,

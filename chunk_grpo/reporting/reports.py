@@ -467,6 +467,7 @@ def describe_evaluation_differences(
         "images_per_prompt": "images of each",
         "steps": "steps of the ODE",
         "resolution": "resolution in pixels",
+        "guidance": "guidance",
         "split": "step at which the base takes over",
         "seed": "seed",
     }

@@ -220,10 +220,13 @@ def as_trained_note(summary: Mapping) -> str:  # summary: of an evaluation
     how = summary.get("as_trained")
     if not how:
         return ""
+    guidance = ""
+    if "guidance" in how:  # another one than in evaluation
+        guidance = ", guidance {:g} and true guidance {:g}".format(*how["guidance"])
     return (
         f"As trained means sampled as in training, by the SDE ({how['sampler']}, {how['steps']} steps, \u03b7 "
-        f"{how['eta']:g}, shift {how['shift']:g}, {format_resolution(how['resolution'])}), and so is the base that it is "
-        "compared with."
+        f"{how['eta']:g}, shift {how['shift']:g}, {format_resolution(how['resolution'])}{guidance}), and so is the base that it "
+        "is compared with."
     )
 
 

@@ -46,6 +46,7 @@ from ..core.machine import die_with_parent, terminate_process_group
 from chunk_grpo.core.settings import (
     Settings,
     diff_settings,
+    guidance_scales,
     image_size,
     load_settings,
     reward_weights,
@@ -57,9 +58,10 @@ from chunk_grpo.models.inputs import (
     open_source_image,
     prompt_content,
     read_run_prompts_with_records,
+    run_negative_prompts,
 )
 from ..models.policy import TORCH_DTYPES, Policy
-from ..planning.plan import choose_image_device
+from ..planning.plan import choose_image_device, held_out_prompts
 from ..reward_serving import placement
 from ..rewards import rewards
 from chunk_grpo.runs.run_folder import (
@@ -142,10 +144,14 @@ def load_trained_policy(
     run: Path,  # the run folder
     settings: Settings,  # of the evaluation
     folder: Path | None = None,  # of the weights, final/ or a checkpoint; None: final/
-) -> Policy:  # frozen, at `eval_resolution`
+) -> Policy:  # frozen, with the resolution and guidance of evaluation
     """Load a run's policy with its trained weights; raise InputError if there are none or they do not fit."""
     folder = folder or find_trained_weights(run)
     check_run_inputs(run, settings, ("model",))
+    # Prompts that are not in the run's list have the run's negative prompt.
+    negative_prompts = {}
+    if held_out_prompts(settings):
+        negative_prompts = run_negative_prompts(settings, ["eval_prompts"])
     # The weights are read and checked before the base is loaded, which takes long.
     final = folder.name == "final"
     groups = ("ema", "weights")
@@ -155,8 +161,6 @@ def load_trained_policy(
         stored = checkpoints.read_tensors(folder, only=groups)
     names = (
         "max_tokens",
-        "guidance",
-        "true_cfg_scale",
         "dtype",
         "lora_rank",
         "lora_targets",
@@ -166,8 +170,11 @@ def load_trained_policy(
         "family",
         "attention",
     )
+    _, (guidance, true_cfg_scale) = guidance_scales(settings)
     options = {name: getattr(settings, name) for name in names} | {
         "resolution": settings.eval_resolution,
+        "guidance": guidance,
+        "true_cfg_scale": true_cfg_scale,
         "frozen": True,
     }
     policy = trainable.load_trainable_policy(
@@ -175,6 +182,8 @@ def load_trained_policy(
     )
     adapters.load_start(policy, settings, run)  # it is the base of hybrid inference
     policy.truncate_timesteps = settings.truncate_timesteps  # of images as trained
+    policy.negative_prompt = settings.negative_prompt
+    policy.negative_prompts = negative_prompts
     if final:
         trainable.load_trained_weights(policy, folder, stored)
         return policy
@@ -214,11 +223,15 @@ def sample_arm_images(
     arm: str,  # its name, which decides between the ODE and the training sampler
     split: int | None,  # step at which the base takes over: 0 is the base, None means never
 ) -> torch.Tensor:  # (B, 3, H, W) in [0, 1], on the CPU
-    """Sample images of an arm, each reproducible by itself; also sets the model's resolution."""
+    """Sample images of an arm, each reproducible by itself; also sets the model's resolution and guidance."""
     sampler = (
         load_method(settings).sampler(settings.iterations - 1) if arm in AS_TRAINED_ARMS else None
     )
-    model.set_resolution(settings.resolution if sampler else settings.eval_resolution)
+    training_guidance, evaluation_guidance = guidance_scales(settings)
+    if sampler:
+        model.set_resolution(settings.resolution).set_guidance(*training_guidance)
+    else:
+        model.set_resolution(settings.eval_resolution).set_guidance(*evaluation_guidance)
     return sample_images(
         policy=model,
         prompts=prompts,
@@ -357,6 +370,7 @@ def begun_folder(
         "prompts": [prompt_content(prompt) for prompt in prompts],
         "weights": hash_trained_weights(run),
     }
+    # They belong to the list, whose path alone is among the settings, and hold negative prompts too.
     if records := hash_records(settings.eval_prompts, "eval_prompts"):
         what["records"] = records
     name = hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:12]
@@ -488,10 +502,13 @@ def image_cost(
     settings: Settings,  # of the evaluation
     arm: str,  # its name
 ) -> int:  # in forwards times pixels; only ratios are meaningful
-    """Return what sampling one image of an arm costs."""
+    """Return the cost of an image of an arm."""
+    (_, training_scale), (_, evaluation_scale) = guidance_scales(settings)
     if arm in AS_TRAINED_ARMS:
-        return settings.steps * math.prod(image_size(settings.resolution))
-    return settings.eval_steps * math.prod(image_size(settings.eval_resolution))
+        forwards = settings.steps * (1 + (training_scale > 1))
+        return forwards * math.prod(image_size(settings.resolution))
+    forwards = settings.eval_steps * (1 + (evaluation_scale > 1))
+    return forwards * math.prod(image_size(settings.eval_resolution))
 
 
 def progress_text(

@@ -39,6 +39,7 @@ from ..method.sampler import Sampler
 from ..models import adapters, prompt_embeds, trainable
 from chunk_grpo.models.inputs import (
     read_run_prompts_with_records,
+    run_negative_prompts,
     sample_prompt_indices,
     space_positions_evenly,
 )
@@ -255,22 +256,27 @@ def prepare_state(
 # %% ../../nbs/07_training/04_iteration.ipynb #cfd5593f
 def _encode_needed_prompts(
     state: TrainingState,
-    policy: Policy,  # at the resolution of training
+    policy: Policy,  # with the resolution and guidance of training, also afterwards
 ) -> None:
     """Encode every prompt that this process needs and that is not stored yet."""
     settings = state.settings
-    groups = [(settings.resolution, state.needed_prompts())]
+    training, evaluation = setting.guidance_scales(settings)
+    groups = [(settings.resolution, [evaluation, training], state.needed_prompts())]
     # The image of a prompt gets the size of the images that are sampled, so its latents depend on that.
     if policy.edits_images and settings.eval_resolution != settings.resolution:
         groups = [
-            (settings.eval_resolution, state.evaluated_prompts()),
-            (settings.resolution, state.sampled_prompts()),
+            (settings.eval_resolution, [evaluation], state.evaluated_prompts()),
+            (settings.resolution, [training], state.sampled_prompts()),
         ]
     with prompt_embeds.lazy_prompt_encoder(policy) as encode:
-        for resolution, prompts in groups:
+        for resolution, guidance, prompts in groups:
             policy.set_resolution(resolution)
-            blank = prompt_embeds.blank_prompts(policy, prompts)
-            prompt_embeds.cache_prompt_embeds([*prompts, *blank], policy.key, encode)
+            # The negative prompts of training and of evaluation, whose guidance may differ.
+            negatives: list[str] = []
+            for scales in guidance:
+                negatives += policy.set_guidance(*scales).negatives(prompts)
+            distinct = dict.fromkeys(negatives)
+            prompt_embeds.cache_prompt_embeds([*prompts, *distinct], policy.key, encode)
 
 
 def load_policy_and_optimizer(
@@ -303,6 +309,8 @@ def load_policy_and_optimizer(
     )
     adapters.load_start(policy, settings, state.run)
     policy.truncate_timesteps = settings.truncate_timesteps
+    policy.negative_prompt = settings.negative_prompt
+    policy.negative_prompts = run_negative_prompts(settings)
     policy.set_resolution(settings.eval_resolution).set_resolution(
         settings.resolution
     )  # what cannot be packed is said now

@@ -27,6 +27,7 @@ from chunk_grpo.core.files import (
     describe_schema_violation,
     sync_to_disk,
 )
+from ..core.settings import guidance_scales
 from ..core.statistics import mean_se
 from ..models import trainable
 from chunk_grpo.models.inputs import (
@@ -227,7 +228,8 @@ def evaluate_held_out(
 
     if state.ema is not None:  # exchanged in place, so that memory holds no third copy
         trainable.swap_weights(policy.trained, state.ema.shadow_params)
-    policy.set_resolution(settings.eval_resolution)
+    training_guidance, evaluation_guidance = guidance_scales(settings)
+    policy.set_resolution(settings.eval_resolution).set_guidance(*evaluation_guidance)
     images = {}
     for arm, split in splits.items():
         images[arm] = sample_images(
@@ -239,7 +241,7 @@ def evaluate_held_out(
             split=split,
             batch=settings.rollout_batch,
         )
-    policy.set_resolution(settings.resolution)
+    policy.set_resolution(settings.resolution).set_guidance(*training_guidance)
     if state.ema is not None:
         trainable.swap_weights(policy.trained, state.ema.shadow_params)
 
