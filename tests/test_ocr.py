@@ -22,7 +22,7 @@ def sign(text: str) -> Image.Image:
 
 def test_without_its_environment_the_command_that_makes_it_is_named(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    with pytest.raises(InputError, match="made: `chunk-grpo reward-env ocr` makes it"):
+    with pytest.raises(InputError, match="create it with `chunk-grpo reward-env ocr`"):
         placement.load_placed_reward("ocr")
     with pytest.raises(InputError, match="`worker` must be left out for ocr"):
         placement.load_placed_reward("ocr", worker=True)
@@ -41,7 +41,7 @@ def test_drawn_words_are_read_in_the_environment():
     tensor = torch.from_numpy(np.stack([np.asarray(x) for x in pictures])).permute(0, 3, 1, 2) / 255
     try:
         rewards.check_prompts({"ocr": reward}, ["p"] * 3, records=records)
-        with pytest.raises(InputError, match="number 1 is none: .*must have a field `target`"):
+        with pytest.raises(InputError, match="prompt 1 cannot be scored: .*must have a field `target`"):
             rewards.check_prompts({"ocr": reward}, ["a cat"])
         for images in (pictures, tensor):
             scores = rewards.score_images("ocr", reward, images, ["p"] * 3, records=records)
