@@ -92,7 +92,9 @@ def test_tables_of_pyarrow_are_read_without_their_images(kind, tmp_path):
     assert records == [row | {"tags": ["a"]} for row in ROWS]
     assert inputs.read_prompts(f"{source}:caption") == ["a star", "cats"]
     assert inputs.read_negative_prompts(str(source)) == {"a red star": "blurry"}
-    with pytest.raises(InputError, match="a column text is needed and there is none among prompt,"):
+    with pytest.raises(
+        InputError, match="a column text is needed, but there is none among prompt,"
+    ):
         inputs.read_prompts(f"{source}:text")
     source.write_bytes(source.read_bytes()[:50])
     with pytest.raises(InputError, match="prompts: .* cannot be read"):

@@ -251,7 +251,7 @@ def test_answers_to_another_rubric_are_never_mixed_in(checkout, tmp_path):
     with serve(three_scores) as stub:
         judge = Judge(stub.url, "asked-for", max_concurrency=6)
         found = judged.evaluate_wise(home, one, judge, tmp_path / "out")
-        with pytest.raises(InputError, match="belongs to another text; take a new folder"):
+        with pytest.raises(InputError, match="belongs to another text; use a new folder"):
             judged.evaluate_wise(home, one, judge, tmp_path / "out", rubric=tmp_path / "own.txt")
         assert (
             sum(stub.came.values()) == 1000

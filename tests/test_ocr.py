@@ -41,7 +41,9 @@ def test_drawn_words_are_read_in_the_environment():
     tensor = torch.from_numpy(np.stack([np.asarray(x) for x in pictures])).permute(0, 3, 1, 2) / 255
     try:
         rewards.check_prompts({"ocr": reward}, ["p"] * 3, records=records)
-        with pytest.raises(InputError, match="prompt 1 cannot be scored: .*must have a field `target`"):
+        with pytest.raises(
+            InputError, match="prompt 1 cannot be scored: .*must have a field `target`"
+        ):
             rewards.check_prompts({"ocr": reward}, ["a cat"])
         for images in (pictures, tensor):
             scores = rewards.score_images("ocr", reward, images, ["p"] * 3, records=records)

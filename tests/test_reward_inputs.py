@@ -160,7 +160,9 @@ def test_a_reward_in_another_process_gets_the_same(own, place):
         scores = rewards.score_images("own_signs.py:Signs", there, images, texts, batch=3, **given)
         assert torch.equal(scores, expected)
         rewards.check_prompts({"own": there}, texts, records=of_image)
-        with pytest.raises(InputError, match="prompt 2 cannot be scored: .*its record has no target"):
+        with pytest.raises(
+            InputError, match="prompt 2 cannot be scored: .*its record has no target"
+        ):
             rewards.check_prompts({"own": there}, ["a", "b"], records=[SIGNS[0], {"prompt": "b"}])
 
     if place == "worker":
@@ -193,7 +195,9 @@ def test_a_wrong_signature_or_a_missing_record_is_one_sentence_before_training(o
     with pytest.raises(InputError, match="'weight'"):
         placement.load_placed_reward("own_signs.py:weighted", worker=True)
     (own / "signs.jsonl").write_text(json.dumps(SIGNS[0]) + '\n{"prompt": "a ring"}\n')
-    with pytest.raises(InputError, match="`prompts` must hold .*prompt 2 cannot be scored: .*no target"):
+    with pytest.raises(
+        InputError, match="`prompts` must hold .*prompt 2 cannot be scored: .*no target"
+    ):
         train(own / "run", small(own))
     assert not (own / "run/metrics.jsonl").exists()
 

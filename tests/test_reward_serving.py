@@ -203,7 +203,7 @@ def test_an_environment_is_made_from_a_requirements_file(tmp_path, monkeypatch):
     done = subprocess.run([folder / "bin/python", "-c", code], capture_output=True, text=True)
     assert done.stdout == "7\n" and folder.name.startswith("my_reward-")
     file.write_text("--no-index\nownlib==1.0\n")
-    with pytest.raises(InputError, match="must have been made"):
+    with pytest.raises(InputError, match="must exist; create it"):
         placement.environment_python("my_reward.txt")
 
 

@@ -452,7 +452,7 @@ def model_card(
         start=adapters.START_FILE if (run / adapters.START_FOLDER).is_dir() else "",
         prompt=str(prompt),
         source=f"{name}/{_SOURCE_FILE}" if inputs.find_family(family).edits_images else "",
-        source_size=settings.eval_resolution,
+        source_size=setting.image_size(settings.eval_resolution),
         pipeline=pipeline,
         pipeline_import=pipeline.rpartition(".")[::2] if "." in pipeline else ("diffusers", ""),
         seed=derive_seed(settings.eval_seed, -1, 0, 0),
