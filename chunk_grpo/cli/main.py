@@ -392,7 +392,7 @@ class _TrainCommand(typer.core.TyperCommand):
     cls=_TrainCommand,
     epilog=examples(
         "train pocket/tiny seed=1 --out runs/one",
-        "train pocket/demo --out runs/one --resume auto",
+        "train pocket/tiny seed=1 --out runs/one --resume auto",
         "train pocket/demo iterations=200 --no-report",
     ),
 )
