@@ -384,7 +384,7 @@ def list_report_notebooks(
     ] = False,
     as_json: JsonOption = False,
 ):
-    """List the report notebooks, which papermill executes, and their parameters."""
+    """List the report notebooks and their parameters."""
     from chunk_grpo.reporting import reports  # here, since it imports torch
 
     if path:
