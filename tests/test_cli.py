@@ -297,6 +297,7 @@ def test_the_examples_of_the_help_run(tmp_path):
         "train pocket/demo iterations=200 --no-report",
         "evaluate runs/one --benchmark pocket:test",
         "profile pocket/tiny --prompts 2",
+        "export runs/one my-lora --layout kohya --push-to-hub me/my-lora",  # an adapter, a login
     }
     ran = set()
     for words in sorted(
