@@ -108,7 +108,7 @@ def test_weights_by_noise_are_rejected_where_there_is_none(name, weights):
         {"updates_per_iteration": 4},
         {"images_per_prompt": 2, "updates_per_iteration": 1},
         {"drop_flat_groups": True},
-        {"update_batch": 1, "rollout_batch": 1},
+        {"update_batch": 1, "rollout_batch": 1, "prompts_per_iteration": 1, "iterations": 1},
         {"chunk_fraction": 0.01},
     ],
     ids=str,
@@ -135,7 +135,7 @@ def test_a_row_trains_with_equal_rewards_and_corner_settings_or_is_rejected_when
             assert len(str(error).splitlines()) == 1
             return
         state = iteration.load_policy_and_optimizer(iteration.prepare_state(settings, tmp_path))
-        for _ in range(2):
+        for _ in range(settings.iterations):
             line = trainer.train_iteration(state)
             assert line["skipped_updates"] == 0 and line["grad_norm"] < float("inf")
         assert reward != "pocket-clip" or line["grad_norm"] > 0

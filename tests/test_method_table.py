@@ -898,11 +898,12 @@ TINY = [
 @pytest.mark.slow
 @pytest.mark.parametrize("name", METHODS)
 def test_every_row_goes_on_bit_for_bit_and_two_processes_draw_the_same(name, tmp_path):
+    images = 8 if name == "tempflow-seeds" else 4  # its seeds are shared by half of a group
     words = [
         "train",
         "pocket/tiny",
         *TINY,
-        *["images_per_prompt=8"] * ("tree" not in name and name != "branch"),
+        *[f"images_per_prompt={images}"] * ("tree" not in name and name != "branch"),
         *["shared_noise=true"] * (name == "neighbor"),
         "clip_range=0.1",
     ]  # wide: one item that rounding pushes over the edge would change the norm by 3 percent

@@ -340,3 +340,15 @@ def test_a_folder_with_the_embedded_model_s_name_is_measured_itself(tmp_path, mo
     pair = read_model_config(own), find_model_config("pocket")
     fits, shipped = (fit_update_batch(one, run_settings).update_batch for one in pair)
     assert state.limit == fits != shipped
+
+
+def test_a_download_that_was_cut_off_is_rejected_by_the_missing_shard(tmp_path):
+    folder = tiny_families.build("klein", tmp_path / "model")
+    weights = folder / "transformer/diffusion_pytorch_model.safetensors"
+    first, second = (weights.with_stem(f"{weights.stem}-0000{i}-of-00002") for i in (1, 2))
+    names = list(inputs.read_tensor_shapes(folder, "transformer"))
+    index = {"weight_map": {name: first.name for name in names} | {names[0]: second.name}}
+    weights.rename(first)
+    (folder / f"transformer/{weights.name}.index.json").write_text(json.dumps(index))
+    with pytest.raises(InputError, match=f"has 1 of the 2 shards .*; {second.name} is missing"):
+        inputs.check_pipeline_folder(folder)

@@ -1,5 +1,7 @@
 """`load_policy` of a pipeline that is in memory: the policy of its folder, without reading it again."""
 
+import shutil
+
 import diffusers
 import pytest
 import tiny_families
@@ -85,3 +87,12 @@ def test_a_pipeline_without_a_family_is_rejected(folder):
 
     with pytest.raises(InputError, match="`model` must be a FluxPipeline, .*; got a Other"):
         load(Other())
+
+
+def test_a_distilled_pipeline_without_its_folder_rejects_guidance(tmp_path):
+    tiny_families.klein(tmp_path / "model", distilled=True)
+    pipe = diffusers.DiffusionPipeline.from_pretrained(tmp_path / "model")
+    shutil.rmtree(tmp_path / "model")
+    with pytest.raises(InputError, match="true_cfg_scale: got 3, but the model is distilled"):
+        load(pipe, true_cfg_scale=3.0)
+    assert load(pipe).true_cfg_scale == 1

@@ -412,7 +412,7 @@ def _reward_note(
 
 def _model_note(
     hub_id: str,
-    licence: str,  # its licence, and whether the model is gated
+    licence: str,  # ends with ", gated" if the hub asks for its acceptance
 ) -> str:
     """Return whether a base model is complete in the hub's cache, or what to do to get it."""
     from huggingface_hub import snapshot_download
@@ -421,7 +421,9 @@ def _model_note(
     from chunk_grpo.models.inputs import check_pipeline_folder
 
     page = f"https://huggingface.co/{hub_id}"
-    steps = [f"accept its licence on {page}", "hf auth login"] if "gated" in licence else []
+    steps = (
+        [f"accept its licence on {page}", "hf auth login"] if licence.endswith(", gated") else []
+    )
     try:
         check_pipeline_folder(Path(snapshot_download(hub_id, local_files_only=True)))
         return f"{licence}: ready, in the hub's cache"
@@ -513,8 +515,8 @@ def doctor(
         for hub_id, licence in needs["models"].items()
     ]
     options = [
-        (f"{setting_value}", _package_note(package, install))
-        for setting_value, (package, install) in needs["packages"].items()
+        (setting, _package_note(package, install))
+        for setting, (package, install) in needs["packages"].items()
     ]
     options += [(f"tracker={name}", _package_note(name, name)) for name in TRACKERS]
 

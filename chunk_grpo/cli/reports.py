@@ -409,7 +409,7 @@ def list_report_notebooks(
     ] = False,
     as_json: JsonOption = False,
 ):
-    """List the report notebooks, which papermill executes, and their parameters."""
+    """List the report notebooks and their parameters."""
     from chunk_grpo.reporting import reports  # here, since it imports torch
 
     if path:
@@ -418,10 +418,10 @@ def list_report_notebooks(
     if as_json:
         return print_json(parameters)
     for name, described in parameters.items():
-        typer.echo(f"{reports.find_report_notebook(name)}")
+        typer.echo(reports.find_report_notebook(name))
         for key, parameter in described.items():
-            default = f"{key}: {parameter['type']} = {parameter['default']!r}"
-            typer.echo(f"  {default:26}  {parameter['help']}".rstrip())
+            signature = f"{key}: {parameter['type']} = {parameter['default']!r}"
+            typer.echo(f"  {signature:26}  {parameter['help']}".rstrip())
     return None
 
 # %% ../../nbs/14_cli/01_reports.ipynb #06dfe718

@@ -437,12 +437,11 @@ class Flux2KleinPolicy(Policy):
     @classmethod
     def check_guidance(
         cls,
-        folder: Path,  # a pipeline's folder
+        pipeline_config: dict,  # the pipeline's model_index.json
         true_cfg_scale: float,  # classifier-free guidance scale; 1: off
     ) -> None:
         """Raise InputError if the model is distilled and guidance is on."""
-        index = json.loads((Path(folder) / "model_index.json").read_text())
-        if index.get("is_distilled") and true_cfg_scale > 1:
+        if pipeline_config.get("is_distilled") and true_cfg_scale > 1:
             raise InputError(
                 f"true_cfg_scale: got {true_cfg_scale:g}, but the model is distilled; allowed is 1."
             )

@@ -134,6 +134,18 @@ def read_tensor_shapes(
     shapes = {}
     if not files:
         raise InputError(f"model: {folder} holds no weights (*.safetensors) under {part}/.")
+
+    # A download that was cut off leaves some shards; the index names all of them.
+    for name in ("diffusion_pytorch_model", "model"):
+        index = f"{part}/{name}.safetensors.index.json"
+        if (Path(folder) / index).is_file():
+            shards = set(read_model_json(folder, index).get("weight_map", {}).values())
+            missing = sorted(shards - {file.name for file in files})
+            if missing:
+                raise InputError(
+                    f"model: {folder} has {len(shards) - len(missing)} of the {len(shards)} shards that "
+                    f"{index} names; {missing[0]} is missing. Download the model again."
+                )
     for file in files:
         try:
             with safe_open(file, framework="pt") as handle:
@@ -1500,7 +1512,7 @@ def content_hashes(
     model = locate_model(settings.model)
     family = find_family(check_pipeline_folder(model, settings.family))
     for _, scale in guidance_scales(settings):
-        family.check_guidance(model, scale)
+        family.check_guidance(read_model_json(model, "model_index.json"), scale)
     check_scheduler(model, settings.eval_steps)
     check_parts(model, settings.family)
     hashes = {

@@ -310,7 +310,7 @@ class Family:
     @classmethod
     def check_guidance(
         cls,
-        folder: Path,  # a pipeline's folder
+        pipeline_config: dict,  # the pipeline's model_index.json
         true_cfg_scale: float,  # classifier-free guidance scale; 1: off
     ) -> None:
         """Raise InputError if the model does not allow classifier-free guidance of this scale."""
@@ -426,7 +426,11 @@ class Policy(Family):
 
         Raise InputError if the model does not allow classifier-free guidance of this scale.
         """
-        self.check_guidance(self.folder, true_cfg_scale)
+        if self.pipe is not None:
+            pipeline_config = dict(self.pipe.config)
+        else:
+            pipeline_config = read_model_json(self.folder, "model_index.json")
+        self.check_guidance(pipeline_config, true_cfg_scale)
         self.guidance = guidance
         self.true_cfg_scale = true_cfg_scale
         return self

@@ -933,12 +933,11 @@ def _peak_memory(
 
     Activations and decoding are never in memory together, so the total counts the larger of them.
     """
-    batches = {
-        settings.resolution: min(settings.rollout_batch, _images(settings)),
-        settings.eval_resolution: min(
-            settings.rollout_batch, settings.eval_count * settings.eval_images
-        ),
-    }
+    evaluated = settings.eval_count * settings.eval_images
+    batches = [
+        (settings.resolution, min(settings.rollout_batch, _images(settings))),
+        (settings.eval_resolution, min(settings.rollout_batch, evaluated)),
+    ]
     parts = training_memory(settings, config, processes) | {
         "autoencoder": model_sizes(config)["vae"] * TORCH_DTYPES[settings.dtype].itemsize,
         "rewards": 0,
@@ -958,7 +957,7 @@ def _peak_memory(
             tiling=settings.vae_tiling,
             images=images_decoded_at_once(config, side, images),
         )
-        for side, images in batches.items()
+        for side, images in batches
     )
     return sum(parts.values()) - min(parts["activations"], parts["decoding"]), parts
 

@@ -577,7 +577,10 @@ def export_run(
 def check_hub_login(
     repo_id: str,  # NAME/REPOSITORY
 ) -> None:
-    """Raise InputError if the name is no repository's, the hub is switched off, or nobody is logged in."""
+    """Check that you can log in at the hub, and that a repository may have this name.
+
+    Raise InputError if not, or if HF_HUB_OFFLINE is set.
+    """
     from huggingface_hub import HfApi, constants
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
     from huggingface_hub.utils import LocalTokenNotFoundError, validate_repo_id
@@ -611,9 +614,9 @@ def check_hub_login(
 @checked(folder=path())
 def push_to_hub(
     folder: Path | str,  # of `export_run`
-    repo_id: str,  # NAME/REPOSITORY; made if it does not exist
-    private: bool = True,  # make a new repository private
-) -> str:  # its address
+    repo_id: str,  # NAME/REPOSITORY; created if it does not exist
+    private: bool = True,  # create a new repository as private; an existing one stays as it is
+) -> str:  # address of the repository
     """Upload an exported folder to a repository of the hub.
 
     Raise InputError if the hub rejects it; the folder stays as it is.
