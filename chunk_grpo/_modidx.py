@@ -1266,6 +1266,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                         'chunk_grpo/models/policy.py'),
                                           'chunk_grpo.models.policy._is_device': ( '03_models/policy.html#_is_device',
                                                                                    'chunk_grpo/models/policy.py'),
+                                          'chunk_grpo.models.policy._is_model': ( '03_models/policy.html#_is_model',
+                                                                                  'chunk_grpo/models/policy.py'),
                                           'chunk_grpo.models.policy._is_resolution': ( '03_models/policy.html#_is_resolution',
                                                                                        'chunk_grpo/models/policy.py'),
                                           'chunk_grpo.models.policy._largest_vae_activation': ( '03_models/policy.html#_largest_vae_activation',

@@ -78,10 +78,13 @@ def run(request, tmp_path, monkeypatch):
 
 def test_the_card_of_every_family_draws_what_sample_draws(run, tmp_path, monkeypatch):
     """Plain and hybrid, beside the exported folder and the base's, with and without guidance."""
-    # Qwen-Image-Edit's pipeline gives the source image a megapixel, and the card says so.
-    monkeypatch.setattr(pipeline_qwenimage_edit, "calculate_dimensions", lambda *_: (64, 64, None))
-    export_run(run, "mine")
     run_settings = run_folder.read_run_settings(run)
+    height, width = settings.image_size(run_settings.eval_resolution)
+    # Qwen-Image-Edit's pipeline gives the source image a megapixel, and the card says so.
+    monkeypatch.setattr(
+        pipeline_qwenimage_edit, "calculate_dimensions", lambda *_: (width, height, None)
+    )
+    export_run(run, "mine")
     prompts = inputs.read_run_prompts(run_settings, "eval_prompts")
     (code,) = re.findall(
         r"```python\n(.*?)```", (tmp_path / "mine/README.md").read_text(), re.DOTALL

@@ -48,7 +48,10 @@ from chunk_grpo.reporting import reports
         ),
         (["train", "pocket/tiny", "--out", "x" * 300], ["xxx", "File name too long"]),
         (["train", "pocket/tiny", "--out", "run", "model=" + "x" * 300], ["xxx", "too long"]),
-        (["train", "pocket/tiny", "--out", "run", "prompts=" + "x" * 300], ["xxx", "too long"]),
+        (
+            ["train", "pocket/tiny", "--out", "run", "prompts=" + "x" * 300],
+            ["xxx", "is not a file"],
+        ),
         (["profile", "pocket/tiny", "--steps", "9" * 5000], ["`--steps`"]),
         (["profile", "pocket/tiny", "--json", "x" * 300], ["File name too long"]),
         (["study", "explain", "--seeds", "9" * 5000], ["`--seeds`"]),

@@ -68,16 +68,18 @@ def train(folder, out, words, current):
     with pretended_cuda(current) as mode, pytest.MonkeyPatch.context() as patch:
         score = rewards.score_images
 
-        def in_a_thread(*given):
+        def in_a_thread(*arguments, **keywords):
             with PretendedCUDA(mode.devices):
-                return score(*given)
+                return score(*arguments, **keywords)
 
         patch.setattr(rewards, "score_images", in_a_thread)
         AcceleratorState._reset_state(
             reset_partial_state=True
         )  # other tests of this process have a CPU
-        trainer.train_run(run_settings, out, [OnCUDA()])
-        AcceleratorState._reset_state(reset_partial_state=True)
+        try:
+            trainer.train_run(run_settings, out, [OnCUDA()])
+        finally:  # whatever happened: the tests after this one have a CPU
+            AcceleratorState._reset_state(reset_partial_state=True)
 
 
 @pytest.mark.parametrize("name", VARIANTS)

@@ -168,7 +168,7 @@ def test_a_run_says_what_share_it_trains(tmp_path):
             "--no-report",
         )
         shares[name] = json.loads((out / "run.json").read_text())["trained_share"]
-        assert f"beside {shares[name]:.1%} of the model" in said + (out / "train.log").read_text()
+        assert f"on {shares[name]:.1%} of the model" in said + (out / "train.log").read_text()
     assert 0 < shares["attention"] < shares["all"] < 1
 
 

@@ -926,7 +926,7 @@ def read_prompt_records(
     if not is_prompt_list(path):
         names = f"pocket:train, pocket:validation, pocket:test, pocket:test192, or a file: {', '.join(_PROMPT_FILES)}"
         raise InputError(
-            f"{field}: {source!r} is not a file; allowed are {names}. {_describe_download(path.stem)}"
+            f"{field}: {source!r:.200} is not a file; allowed are {names}. {_describe_download(path.stem)}"
         )
 
     # Take the file apart, and the prompt out of each record.

@@ -426,9 +426,10 @@ class Policy(Family):
 
         Raise InputError if the model does not allow classifier-free guidance of this scale.
         """
+        pipeline_config = {}  # of networks of some size without a pipeline, as speed measurements use
         if self.pipe is not None:
             pipeline_config = dict(self.pipe.config)
-        else:
+        elif (self.folder / "model_index.json").is_file():
             pipeline_config = read_model_json(self.folder, "model_index.json")
         self.check_guidance(pipeline_config, true_cfg_scale)
         self.guidance = guidance
@@ -511,6 +512,14 @@ def _is_device(device: str | torch.device) -> bool:
     return True
 
 
+def _is_model(model: object) -> bool:
+    """Return True for a name that is not blank, or a pipeline of diffusers."""
+    if isinstance(model, str):
+        return bool(model.strip())
+    # Named here and quoted in annotations, since the class is imported only if it is used.
+    return isinstance(model, diffusers.DiffusionPipeline)
+
+
 def _is_resolution(resolution: int | Sequence[int]) -> bool:
     """Return True for a side length, or a height and a width, from 1 pixel."""
     sides = (resolution, resolution) if isinstance(resolution, int) else resolution
@@ -518,7 +527,7 @@ def _is_resolution(resolution: int | Sequence[int]) -> bool:
 
 
 def _load_policy_of_pipeline(
-    pipe: diffusers.DiffusionPipeline,
+    pipe: "diffusers.DiffusionPipeline",
     resolution: int | tuple[int, int],  # side length or (height, width), pixels
     dtype: str,  # of the forward passes
     weights: str | None,  # dtype of the transformer's stored weights
@@ -557,11 +566,7 @@ def _load_policy_of_pipeline(
 
 
 @checked(
-    model=some(
-        str | diffusers.DiffusionPipeline,
-        "pocket, a folder, a hub id, or a pipeline of diffusers",
-        lambda model: not isinstance(model, str) or bool(model.strip()),
-    ),
+    model=some(Any, "pocket, a folder, a hub id, or a pipeline of diffusers", _is_model),
     resolution=some(
         int | Sequence[int], "a side length or (height, width) in pixels", _is_resolution
     ),
@@ -576,7 +581,7 @@ def _load_policy_of_pipeline(
 )
 def load_policy(
     # "pocket", a folder, a hub id, or a pipeline in memory, whose networks are used as they are
-    model: str | diffusers.DiffusionPipeline,
+    model: "str | diffusers.DiffusionPipeline",
     *,
     resolution: int | tuple[int, int],  # side length or (height, width), pixels
     dtype: str = "float32",  # of the forward passes: float32 or bfloat16

@@ -568,8 +568,9 @@ def export_run(
             )
             shutil.rmtree(weights_folder)
         if prompts and isinstance(prompts[0], inputs.ImagePrompt):
-            size = settings.eval_resolution
-            inputs.open_source_image(prompts[0], size, size).save(temporary / _SOURCE_FILE)
+            height, width = setting.image_size(settings.eval_resolution)
+            source = inputs.open_source_image(prompts[0], width, height)
+            source.save(temporary / _SOURCE_FILE)
         (temporary / "README.md").write_text(card, encoding="utf-8")
     return out
 
