@@ -102,7 +102,11 @@ def test_a_run_keeps_copies_of_its_code(stopped):
         assert (folder / "run" / one["copy"]).read_bytes() == Path(one["file"]).read_bytes()
 
 
-@pytest.mark.parametrize("what", FILE_OF)
+@pytest.mark.parametrize(
+    "stopped, what",
+    [(".py" if i % 2 else "", what) for i, what in enumerate(FILE_OF)],
+    indirect=["stopped"],
+)
 def test_a_run_is_not_resumed_with_edited_code(stopped, what):
     folder, more = stopped
     mark(folder, FILE_OF[what])
