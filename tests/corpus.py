@@ -160,15 +160,15 @@ def yaml_cases(folder: Path) -> dict[str, Case]:
     for name, text in YAML.items():
         file = write(folder / "yaml" / f"{name.replace(' ', '-')}.yaml", text)
         out[f"settings {name}"] = Case(["plan", file, "--rate", "1"])
-    for name in ("list", "utf-16", "bomb"):
+    for name in ("list", "utf-16", "twice"):
         home = write(folder / "studies" / name / "study.yaml", YAML[name]).parent
         write(home / "base.yaml", "like: pocket/tiny\n")
         out[f"study {name}"] = Case(["study", home, "--out", "new"])
-    for name in ("twice", "unknown", "latin"):
+    for name in ("empty", "unknown", "object"):
         home = write(folder / "bases" / name / "study.yaml", json.dumps(STUDY)).parent
         write(home / "base.yaml", YAML[name])
         out[f"base {name}"] = Case(["study", home, "--out", "new"])
-    for name in ("object", "open", "bomb"):
+    for name in ("tab", "open", "bomb"):
         out[f"value {name}"] = Case(["plan", "pocket/tiny", "--rate", "1", f"eta={YAML[name]}"])
     return out
 
@@ -192,7 +192,7 @@ def machine_cases(folder: Path) -> dict[str, Case]:
     numbers = {
         "--nodes": ("", "x", "-1", "1.5"),
         "--processes": (str(10**30),),
-        "--node-rank": ("2x", "2"),
+        "--node-rank": ("2x", "-1"),
     }
     found = {
         f"{name} {value!r}": whole | {name: value}
@@ -214,8 +214,10 @@ def study_cases(folder: Path) -> dict[str, Case]:
     """Studies with one thing wrong, or with options that do not fit."""
     found, out = {}, {}
     found |= field_edits(STUDY, "arms")
-    found |= {f"without {name}": {k: v for k, v in STUDY.items() if k != name} for name in STUDY}
-    found.pop("without evaluation")
+    needed = STUDY.keys() - {"seeds", "evaluation"}
+    found |= {
+        f"without {name}": {k: v for k, v in STUDY.items() if k != name} for name in sorted(needed)
+    }
     found |= {f"seeds {x}": STUDY | {"seeds": x} for x in (0, 1.5, "2", None, True, 10**9)}
     found |= {
         f"{name} is {value!r}": STUDY | {name: value}
@@ -368,7 +370,8 @@ def model_cases(folder: Path) -> dict[str, Case]:
         ),
     ]
     for number, part in enumerate(parts):
-        for how in list(HARM) if part == "model_index.json" else list(HARM)[number % 4 :: 4]:
+        half = [how for i, how in enumerate(HARM) if i % 2 != hash_of(part) % 2]
+        for how in HARM if part == "model_index.json" else half[number % 2 :: 2]:
             if how == "object" and part.endswith("config.json"):
                 continue  # defaults of the library; the weights tell, and those are loaded later
             other = folder / "models" / f"{part.replace('/', '-')}-{how.replace(' ', '-')}"
@@ -594,8 +597,11 @@ def option_cases(folder: Path) -> dict[str, Case]:
     out = {}
     for command, options in OPTIONS.items():
         for option, texts in options.items():
-            number = NUMBERS[hash_of(command + option) % len(NUMBERS)]
-            chosen = [text for text in texts if text == number or text not in NUMBERS]
+            number = NUMBERS[hash_of(option) % 3 :: 3][hash_of(command) % 4]
+            all_numbers = len(texts) >= len(NUMBERS)  # of these one
+            chosen = [
+                text for text in texts if text == number or not (all_numbers and text in NUMBERS)
+            ]
             out |= {
                 f"{command} {option} {text[:20]!r}": Case([*command.split(), option, text])
                 for text in chosen
