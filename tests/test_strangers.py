@@ -117,8 +117,8 @@ def test_commands_that_would_obey_a_run_ask_first(stranger):
     given = json.dumps([[str(word) for word in words] for words in commands])
     done, events = watched(stranger, program=program, COMMANDS=given)
     assert done.stdout.split() == [word for words in commands for word in (words[0], "2")]
-    said = done.stderr.strip().splitlines()
-    assert len(said) == len(commands), said
+    said = [line for line in done.stderr.splitlines() if line.startswith("chunk-grpo: ")]
+    assert len(said) == len(commands) and "Traceback" not in done.stderr, done.stderr
     rewards, model, *of_the_hub = said
     assert "the code evil:f" in rewards and "203.0.113.7" in rewards and "--trust" in rewards
     assert "was not made on this machine, and its model" in model
