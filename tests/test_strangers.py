@@ -125,6 +125,7 @@ def test_commands_that_would_obey_a_run_ask_first(stranger):
     assert all("the model evil/model of the hub" in s and "--trust" in s for s in of_the_hub)
     assert "s3cret" not in done.stderr and not (stranger / "made").exists()
     check(stranger, events)
+    assert not (hub / "ran").exists()
 
 
 @pytest.mark.parametrize("far", ["../../outside/secret.png", "absolute", "link"])
