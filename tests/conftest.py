@@ -8,7 +8,6 @@ from commands import run
 signal.signal(signal.SIGINT, signal.default_int_handler)
 LONGEST = (
     "faults",
-    "power",
     "evaluation",
     "strangers",
     "widgets",

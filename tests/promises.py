@@ -233,7 +233,9 @@ def promises(whose: str) -> list[dict]:
             assert done.returncode == 0, done.stderr
         else:
             write_stranger(folder)
-        return [promise(folder, whose, command, words) for command, words in WHOSE[whose].items()]
+        rows = [promise(folder, whose, command, words) for command, words in WHOSE[whose].items()]
+        assert not (folder / "run" / "ran").exists(), "code of the stranger's folder was run"
+        return rows
 
 
 if __name__ == "__main__":

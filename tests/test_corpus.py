@@ -15,7 +15,7 @@ import warm
 from commands import environment, server
 
 pytestmark = pytest.mark.timeout(1800)
-FAST = 7  # of each kind, in every test run
+FAST = 3  # of each group, in every test run
 
 
 def entries(folder: str):
@@ -123,4 +123,4 @@ def test_a_sample_of_bad_inputs_is_refused(kind, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", corpus.KINDS)
 def test_every_bad_input_is_refused(kind, tmp_path):
-    assert check(kind, tmp_path, None) >= 20 or os.environ.get("CASES")
+    assert check(kind, tmp_path, None) > 10 or os.environ.get("CASES")

@@ -128,6 +128,45 @@ def test_steps_are_seen(tiny_training):
     assert {"run/run.json", "run/metrics.jsonl", "run/checkpoints/000002", "run/final"} <= named
 
 
+def unsynced(steps: list[faults.Step]):
+    """Yield each step with what is not on the disk before it: files by their content, and names in their folders."""
+    contents, names = set(), set()
+    for step in steps:
+        yield step, contents, names
+        if step.op == "write":
+            contents.add(step.path)
+        elif step.op == "fsync":
+            contents.discard(step.path)
+            names = {name for name in names if Path(name).parent != Path(step.path)}
+        elif step.op in ("rename", "mkdir") or step.data == b"new":
+            names.add(step.to or step.path)
+
+
+def test_a_file_is_synced_before_its_rename_and_its_folder_after_it(tiny_training):
+    """What a power cut leaves of a run is whole, and all of a finished run is left."""
+    steps = [step for step in tiny_training.steps if not step.path.startswith("cache")]
+    early = [
+        f"{lost} before the rename to {step.to}"
+        for step, contents, names in unsynced(steps)
+        for lost in contents | names - {step.path}
+        if step.op == "rename" and Path(lost).is_relative_to(step.path)
+    ]
+    assert not early
+    *_, (_, contents, names) = unsynced([*steps, steps[-1]])
+    left = {name for name in contents | names if (tiny_training.whole / name).exists()}
+    assert not {name for name in left if not name.endswith(".log")}
+
+
+@pytest.mark.slow
+def test_images_are_synced_before_they_count_as_drawn(tiny_evaluation):
+    early = [
+        contents | names
+        for step, contents, names in unsynced(tiny_evaluation.steps)
+        if step.op == "write" and "/parts-" in step.path
+    ]
+    assert early and not [name for lost in early for name in lost if name.endswith(".png")]
+
+
 def test_a_few_faults_of_a_run(tiny_training, tmp_path):
     found = cases(tiny_training)
     chosen = [

@@ -1,5 +1,6 @@
 """`make gpu` at tiny sizes on whatever is here: every part of each of the ten checks gives numbers or a reason."""
 
+import functools
 import json
 import os
 import subprocess
@@ -33,11 +34,23 @@ NUMBERS = [
 INVENTED = {"small": False, "device": "an invented one", "versions": {"torch": "0"}}
 
 
+@pytest.fixture(scope="module")
+def small_check(tmp_path_factory):
+    """Runs a check at tiny sizes, once for all tests; its result and the folder with its file."""
+
+    @functools.cache
+    def run_once(number):
+        out = tmp_path_factory.mktemp(f"check-{number}")
+        return gpu.run_check(number, small=True, out=out), out
+
+    return run_once
+
+
 @pytest.mark.parametrize("number", NUMBERS)
-def test_every_part_of_a_check_gives_numbers(number, tmp_path):
-    result = gpu.run_check(number, small=True, out=tmp_path)
+def test_every_part_of_a_check_gives_numbers(number, small_check):
+    result, out = small_check(number)
     assert result["verdict"] == "passed", result["reason"]
-    assert json.loads(gpu_results.check_file(number, tmp_path).read_text()) == json.loads(
+    assert json.loads(gpu_results.check_file(number, out).read_text()) == json.loads(
         json.dumps(result)
     )
     for part in result["parts"].values():
@@ -54,8 +67,8 @@ def test_every_part_of_a_check_gives_numbers(number, tmp_path):
     assert gpu_results.describe_check(result).startswith(f"check {number}, ")
 
 
-def test_ratio_error_stands_beside_the_clip_range(tmp_path):
-    parts = gpu.run_check(2, small=True, out=tmp_path)["parts"]
+def test_ratio_error_stands_beside_the_clip_range(small_check):
+    parts = small_check(2)[0]["parts"]
     for dtype in ("bfloat16", "float32"):
         assert parts[dtype]["clip range"] == 5e-5
         assert (
@@ -65,8 +78,8 @@ def test_ratio_error_stands_beside_the_clip_range(tmp_path):
     assert 0 <= parts["float32"]["replay in batches of 2"]["chunks, largest"] < 5e-5
 
 
-def test_an_iteration_is_that_of_the_trainer(tmp_path):
-    parts = gpu.run_check(3, small=True, out=tmp_path)["parts"]
+def test_an_iteration_is_that_of_the_trainer(small_check):
+    parts = small_check(3)[0]["parts"]
     assert {"rollout", "reward", "update"} <= parts["iteration"]["seconds"].keys()
     assert parts["iteration"]["images"] == 4 and parts["iteration"]["grad_norm"] > 0
     assert parts["evaluation"]["images"] == 12
@@ -130,10 +143,10 @@ def test_a_check_that_was_killed_is_unfinished_and_runs_again(tmp_path):
     assert gpu_results.gpu_sentence({1: left}).startswith("None of the 10 checks")
 
 
-def test_small_results_do_not_count(tmp_path):
-    gpu.run_check(9, small=True, out=tmp_path)
-    assert gpu_results.read_results(tmp_path) == {}
-    assert gpu_results.collect_shares(tmp_path) == []
+def test_small_results_do_not_count(small_check):
+    _, out = small_check(9)
+    assert gpu_results.read_results(out) == {}
+    assert gpu_results.collect_shares(out) == []
 
 
 @pytest.mark.parametrize(

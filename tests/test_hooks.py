@@ -153,31 +153,11 @@ WRONG = {
     def statistic(self, new, old):
         return torch.stack([new[0] - old[0]] * 2, 1)""",
     ),
-    "two declared statistics, one of which is read": (
-        "statistic",
-        """
-    statistic_size = 2
-
-    def statistic(self, new, old):
-        return torch.stack([new[0] - old[0]] * 2, 1)""",
-    ),
-    "a statistic in a column": (
-        "statistic",
-        """
-    def statistic(self, new, old):
-        return (new[0] - old[0])[:, None]""",
-    ),
     "a statistic without a gradient": (
         "statistic",
         """
     def statistic(self, new, old):
         return (new[0] - old[0]).detach()""",
-    ),
-    "a statistic that is no number": (
-        "statistic",
-        """
-    def statistic(self, new, old):
-        return (new[0] - old[0]) / 0 * 0""",
     ),
     "chunks that cover too few steps": (
         "chunks",
@@ -191,23 +171,11 @@ WRONG = {
     def partition(self, paths, profile):
         return [Chunks((2, 4))] * 3""",
     ),
-    "sizes in place of chunks": (
-        "partition",
-        """
-    def partition(self, paths, profile):
-        return torch.tensor([2, 4])""",
-    ),
     "drawn chunks in one row": (
         "select_chunks",
         """
     def select_chunks(self, paths, chunks, profile, iteration):
         return torch.zeros(len(paths.keys), dtype=torch.long)""",
-    ),
-    "drawn chunks of some images": (
-        "select_chunks",
-        """
-    def select_chunks(self, paths, chunks, profile, iteration):
-        return torch.zeros(5, 1, dtype=torch.long)""",
     ),
     "a chunk that is not there": (
         "select_chunks",
@@ -221,12 +189,6 @@ WRONG = {
     def transition_weights(self, sampler):
         return torch.ones(len(sampler) + 3)""",
     ),
-    "weights that are no numbers": (
-        "transition_weights",
-        """
-    def transition_weights(self, sampler):
-        return torch.full((len(sampler),), float("nan"))""",
-    ),
     "places out of order": (
         "trainable_steps",
         """
@@ -238,12 +200,6 @@ WRONG = {
         """
     def transition_stats(self, batch):
         return super().transition_stats(batch)[0]""",
-    ),
-    "evidence of each latent": (
-        "transition_stats",
-        """
-    def transition_stats(self, batch):
-        return (-(batch.velocity - batch.target).square(),)""",
     ),
     "evidence that is no number": (
         "transition_stats",
@@ -257,12 +213,6 @@ WRONG = {
     def objective(self, terms):
         return super().objective(terms).mean()""",
     ),
-    "an objective of all pairs": (
-        "objective",
-        """
-    def objective(self, terms):
-        return terms.statistic[:, None].exp() * terms.advantage""",
-    ),
     "an objective without a gradient": (
         "objective",
         """
@@ -274,11 +224,6 @@ WRONG = {
         """
     def chunk_metrics(self, statistic, slope, advantage, objective):
         return {"ratio": statistic.mean(), "clipped": statistic.mean()}""",
-    ),
-    "a copy that doubles": (
-        "reference_decays",
-        """
-    reference_decays = {"old": lambda iteration: 2.0}""",
     ),
     "a copy that doubles later": (
         "reference_decays",
@@ -349,9 +294,7 @@ def test_what_a_function_must_not_return_is_rejected_by_its_name_in_the_first_it
 @pytest.mark.parametrize(
     "code",
     [
-        "ratio.mean() * advantage.mean()",
         "ratio[:, None] * advantage",
-        "(ratio * advantage).tolist()",
         "(ratio * advantage) / 0",
     ],
 )

@@ -260,24 +260,6 @@ def test_an_arrow_that_rises_is_named():
     assert not rising_imports(ROOT / "nbs/14_cli/03_gpu_host.ipynb", cells)
 
 
-def test_a_name_means_one_thing():
-    places = {}
-    for path, text in python_files(ROOT).items():
-        for node in ast.parse(text).body if path.count("/") == 2 else ():
-            if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):
-                places.setdefault(node.name, set()).add(path)
-    often = {
-        name: sorted(paths) for name, paths in places.items() if len(paths) > 2 and name != "main"
-    }
-    assert not often, "a public name in more than two modules"
-
-
-@pytest.mark.parametrize("page", REPORTS, ids=lambda page: page.stem)
-def test_reports_have_one_parameters_cell(page):
-    cells = nbformat.read(page, as_version=4).cells
-    assert sum("parameters" in cell.metadata.get("tags", []) for cell in cells) == 1
-
-
 def test_index_leads_into_every_chapter():
     text = (ROOT / "nbs/index.ipynb").read_text(encoding="utf-8")
     assert not [chapter.name for chapter in CHAPTERS if f"]({chapter.name}/" not in text]

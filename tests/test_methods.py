@@ -27,7 +27,7 @@ FOLDER = Path(__file__).parent / "methods"
 FILES = {"Guard": "guard.py", "Mix": "mix.py", "NFT": "nft.py"}
 METHODS = {name: f"{FOLDER / file}:{name}" for name, file in FILES.items()}
 SMALL = [
-    "iterations=4",
+    "iterations=2",
     "steps=7",
     "chunks=2,4",
     "images_per_prompt=4",
@@ -105,7 +105,7 @@ def gradient(context, work, advantage, method, old=None):
 @pytest.mark.parametrize("name", FILES)
 def test_it_trains_and_goes_on_bit_for_bit(name, tmp_path):
     run("train", "pocket/tiny", *words(name), "--out", tmp_path / "whole", "--no-report")
-    cut = [*words(name)[1:], "iterations=2"]
+    cut = [*words(name)[1:], "iterations=1"]
     run("train", "pocket/tiny", *cut, "--out", tmp_path / "cut", "--no-report")
     run("train", "pocket/tiny", *words(name), "--out", tmp_path / "cut", "--resume", "--no-report")
     lines = [
@@ -292,7 +292,8 @@ def test_a_run_of_somebody_elses_imports_no_code_without_trust(tmp_path):
     (tmp_path / "evil.py").write_text(
         f"open({str(mark)!r}, 'w')\nfrom chunk_grpo.training.methods import Method\n"
     )
-    run("train", "pocket/tiny", *SMALL, "--out", tmp_path / "run", "--no-report")
+    words = [*SMALL[1:], "iterations=1"]
+    run("train", "pocket/tiny", *words, "--out", tmp_path / "run", "--no-report")
     file = tmp_path / "run/run.json"
     note = json.loads(file.read_text())
     note["settings"]["method"] = f"{tmp_path / 'evil.py'}:Method"

@@ -108,7 +108,7 @@ def test_plan_counts_negative_prompts_and_the_guidance_of_evaluation(tmp_path):
     )
 
 
-@pytest.mark.parametrize("name", ["dev", "sd3"])
+@pytest.mark.parametrize("name", ["dev", pytest.param("sd3", marks=pytest.mark.slow)])
 def test_a_run_is_led_away_from_its_negative_prompts(name, tmp_path):
     """They change the training, a resumed run is the same, and another list is another input."""
     model = str(tiny_families.build(name, tmp_path / name))
@@ -130,12 +130,12 @@ def test_a_run_is_led_away_from_its_negative_prompts(name, tmp_path):
     assert (folder / "whole" / "evaluation" / "scores.jsonl").read_text() == scores
 
 
-@pytest.mark.parametrize("name", ["dev", "sd3"])
+@pytest.mark.parametrize("name", ["dev", pytest.param("sd3", marks=pytest.mark.slow)])
 def test_evaluation_has_its_own_guidance(name, tmp_path):
     """Training is the same to the bit as without; the base's evaluation is that of a run with this guidance."""
     model = str(tiny_families.build(name, tmp_path / name))
     folder = write(tmp_path, model=model)
-    train = ["train", folder / "s.yaml", *FEW, "iterations=2"]
+    train = ["train", folder / "s.yaml", *FEW, "iterations=1"]
     own = ["eval_true_cfg_scale=3", "eval_guidance=2", "negative_prompt=two dogs"]
     run(*train, "--out", folder / "usual")
     run(*train, *own, "--out", folder / "own")

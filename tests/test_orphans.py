@@ -101,7 +101,7 @@ def test_what_a_killed_process_left_in_the_temporary_folder_is_removed_by_the_ne
 
 @pytest.mark.parametrize(
     "foreign",
-    [{"WORLD_SIZE": "2", "RANK": "1"}, {"OMPI_COMM_WORLD_SIZE": "4"}, {"RANK": "1"}],
+    [{"WORLD_SIZE": "2", "RANK": "1"}, {"OMPI_COMM_WORLD_SIZE": "4"}],
     ids=str,
 )
 def test_a_foreign_launcher_is_said_at_once(tmp_path, monkeypatch, foreign):

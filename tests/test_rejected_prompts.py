@@ -61,8 +61,7 @@ def own(tmp_path):
     return tmp_path
 
 
-@pytest.mark.parametrize("place", ["", "worker"])
-@pytest.mark.parametrize("field", ["prompts", "eval_prompts"])
+@pytest.mark.parametrize("field, place", [("prompts", ""), ("eval_prompts", "worker")])
 def test_training_says_which_prompt_is_rejected_and_leaves_no_folder(field, place, own):
     other = {"prompts": "eval_prompts", "eval_prompts": "prompts"}[field]
     options = ['reward_options={"own:Strict": {"worker": true}}'] if place else []

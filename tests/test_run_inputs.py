@@ -104,30 +104,26 @@ COMMANDS = {
         "--resume",
     ],
 }
-READS_MODEL = COMMANDS.keys() - {"plan"}
-READS_PROMPTS = COMMANDS.keys() - {"benchmark"}
 
 
-@pytest.mark.parametrize("name", sorted(READS_PROMPTS))
-def test_a_changed_list_of_prompts_is_rejected(name, elsewhere):
+def test_a_changed_list_of_prompts_is_rejected(elsewhere):
     (elsewhere / "mine.txt").write_text(OTHER)
-    line = sentence(call(*COMMANDS[name], cwd=elsewhere))
-    assert "prompts` must be" in line and not (elsewhere / "new").exists()
+    for name in ("evaluate", "plan", "profile", "resume"):
+        assert "prompts` must be" in sentence(call(*COMMANDS[name], cwd=elsewhere)), name
 
 
-@pytest.mark.parametrize("name", sorted(READS_MODEL))
-def test_a_changed_model_is_rejected(name, elsewhere):
+def test_a_changed_model_is_rejected(elsewhere):
     file = elsewhere / "model" / "transformer" / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"more": 1}))
-    line = sentence(call(*COMMANDS[name], cwd=elsewhere))
-    assert "`model` must be" in line and not (elsewhere / "new").exists()
+    for name in ("sample", "export", "benchmark", "resume"):
+        assert "`model` must be" in sentence(call(*COMMANDS[name], cwd=elsewhere)), name
+    assert not (elsewhere / "new").exists()
 
 
 def test_a_changed_model_index_is_rejected(elsewhere):
     file = elsewhere / "model" / "model_index.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"_diffusers_version": "0"}))
-    for name in ("evaluate", "resume"):
-        assert "`model` must be" in sentence(call(*COMMANDS[name], cwd=elsewhere))
+    assert "`model` must be" in sentence(call(*COMMANDS["evaluate"], cwd=elsewhere))
 
 
 @pytest.mark.parametrize("gone", ["model", "mine.txt"])

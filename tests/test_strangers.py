@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pandas as pd
 import papermill
+import promises
 import pytest
 import strangers
 import synthetic
@@ -17,7 +18,7 @@ from strangers import write_stranger
 
 from chunk_grpo import InputError
 from chunk_grpo.core.files import read_json, write_json
-from chunk_grpo.reporting import figures, reports
+from chunk_grpo.reporting import figures
 from chunk_grpo.reporting.figures import plot_profile
 from chunk_grpo.reporting.reports import write_run_report
 from chunk_grpo.runs import run_folder
@@ -54,10 +55,28 @@ def check(run: Path, events: list) -> None:
     assert not (run / "ran").exists()
 
 
-@pytest.mark.parametrize("evaluated", [pytest.param(True, marks=pytest.mark.slow), False])
-def test_a_report_runs_nothing_of_a_run(stranger, evaluated):
-    if not evaluated:
-        shutil.rmtree(stranger / "evaluation")
+KEPT = json.loads(promises.KEPT.read_text())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)  # some fifteen commands, one after another
+@pytest.mark.parametrize("whose", promises.WHOSE)
+def test_the_table_of_the_book_is_what_commands_do(whose):
+    assert promises.promises(whose) == [row for row in KEPT if row["run"] == whose]
+
+
+def test_the_table_has_every_command_and_a_strangers_run_is_not_obeyed_in_it():
+    for whose in ("one's own", "a stranger's"):
+        assert [row["command"] for row in KEPT if row["run"] == whose] == [*promises.ON_A_RUN]
+    for row in [row for row in KEPT if row["run"] == "a stranger's"]:
+        assert not row["contacts"] and not row["left in the temporary folder"]
+        assert all(
+            words.split()[0] in ("python", "git") and "evil" not in words for words in row["runs"]
+        )
+        assert row["exit"] == 0 or not row["writes"], "what is refused writes nothing"
+
+
+def test_a_report_runs_nothing_of_a_run(stranger):
     done, events = watched(stranger, "report", ".")
     assert done.returncode == 0, done.stderr
     check(stranger, events)
@@ -65,38 +84,12 @@ def test_a_report_runs_nothing_of_a_run(stranger, evaluated):
         e for e in events if e[0] == "import" and e[1].startswith("diffusers.pipelines.")
     ], "it takes seconds"
     assert "a mean over 128 latent dimensions" in (stranger / "report.html").read_text()
-    assert ("The run has not been evaluated." in (stranger / "report.html").read_text()) == (
-        not evaluated
-    )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "words", [("compare", "."), ("tables", "."), ("plan", "--run", ".")], ids=" ".join
-)
-def test_what_reads_runs_runs_nothing_of_them(stranger, words):
-    done, events = watched(stranger, *words)
-    assert "Traceback" not in done.stderr
-    assert done.returncode == (2 if words[0] == "plan" else 0), done.stderr
-    check(stranger, events)
-    if words[0] == "plan":
-        assert "was not made on this machine, and its model" in done.stderr
-
-
-def test_evaluation_asks_before_it_runs_what_a_stranger_names(stranger):
-    done, events = watched(stranger, "evaluate", ".")
-    assert done.returncode == 2 and "then add --trust" in done.stderr
-    assert (
-        "the code evil:f" in done.stderr
-        and "203.0.113.7" in done.stderr
-        and "s3cret" not in done.stderr
-    )
-    check(stranger, events)
-
-
-def test_no_command_asks_the_hub_for_a_stranger_s_model(stranger):
-    """One process, the commands in turn: each refuses in one sentence, and none asks or connects."""
-    note = read_json(stranger / "run.json")
+def test_commands_that_would_obey_a_run_ask_first(stranger):
+    """One process, the commands in turn: each refuses in one sentence, and none runs, asks or connects."""
+    hub = shutil.copytree(stranger, stranger.parent / "hub")
+    note = read_json(hub / "run.json")
     note["settings"] |= {
         "model": "evil/model",
         "reward": "pocket-clip",
@@ -104,13 +97,15 @@ def test_no_command_asks_the_hub_for_a_stranger_s_model(stranger):
         "eval_prompts": "pocket:test",
         "prompts": "pocket:train",
     }
-    write_json(stranger / "run.json", note)
+    write_json(hub / "run.json", note)
     commands = [
         ["evaluate", "."],
-        ["verify", "."],
-        ["sample", ".", "a red star"],
-        ["export", ".", "made"],
-        ["profile", "--run", "."],
+        ["plan", "--run", "."],
+        ["evaluate", hub],
+        ["verify", hub],
+        ["sample", hub, "a red star"],
+        ["export", hub, "made"],
+        ["profile", "--run", hub],
     ]
     program = (
         "import json, os, sys; from chunk_grpo.cli.main import main\n"
@@ -119,14 +114,18 @@ def test_no_command_asks_the_hub_for_a_stranger_s_model(stranger):
         "    try: main()\n"
         "    except SystemExit as end: print(words[0], end.code, flush=True)\n"
     )
-    done, events = watched(stranger, program=program, COMMANDS=json.dumps(commands))
+    given = json.dumps([[str(word) for word in words] for words in commands])
+    done, events = watched(stranger, program=program, COMMANDS=given)
     assert done.stdout.split() == [word for words in commands for word in (words[0], "2")]
-    said = done.stderr.strip().splitlines()
-    assert len(said) == len(commands)
-    assert all("the model evil/model of the hub" in line and "--trust" in line for line in said)
-    assert (
-        not [e for e in events if e[0] in ("ask", "connect")] and not (stranger / "made").exists()
-    )
+    said = [line for line in done.stderr.splitlines() if line.startswith("chunk-grpo: ")]
+    assert len(said) == len(commands) and "Traceback" not in done.stderr, done.stderr
+    rewards, model, *of_the_hub = said
+    assert "the code evil:f" in rewards and "203.0.113.7" in rewards and "--trust" in rewards
+    assert "was not made on this machine, and its model" in model
+    assert all("the model evil/model of the hub" in s and "--trust" in s for s in of_the_hub)
+    assert "s3cret" not in done.stderr and not (stranger / "made").exists()
+    check(stranger, events)
+    assert not (hub / "ran").exists()
 
 
 @pytest.mark.parametrize("far", ["../../outside/secret.png", "absolute", "link"])
@@ -266,36 +265,16 @@ def test_a_full_disk_leaves_the_report_that_was_there(tmp_path, monkeypatch):
     assert not [file for file in run.iterdir() if file.name.startswith(".")]
 
 
-@pytest.mark.parametrize("name", reports.list_reports())
-def test_the_page_of_a_report_shows_no_formula(name):
-    book = json.loads(reports.find_report_notebook(name).read_text())
-    assert not [
-        cell
-        for cell in book["cells"]
-        if cell["cell_type"] == "markdown" and "$" in "".join(cell["source"])
-    ]
-
-
 ESCAPE = "\x1b]0;owned\x07\x9b2J"  # sets a terminal's title, and clears its screen
 
 
-@pytest.mark.parametrize(
-    "words", [("watch",), ("compare",), ("plan", "--rate", "1", "--run")], ids=" ".join
-)
-def test_the_words_of_a_run_do_not_drive_the_terminal(tmp_path, words):
-    """Names of metrics, rewards and machines as a stranger may write them."""
+def test_the_words_of_a_run_do_not_drive_the_terminal(tmp_path):
+    """Names of rewards as a stranger may write them; every command prints through the same stream."""
     run = synthetic.write(tmp_path / "run")
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    (run / "metrics.jsonl").write_text(
-        "".join(json.dumps(line | {f"eval_{ESCAPE}": 0.5}) + "\n" for line in lines)
-    )
-    note = read_json(run / "run.json")
     summary = read_json(run / "evaluation/summary.json")
-    note["machine"]["gpus"] = [ESCAPE]
     summary["rewards"][ESCAPE] = summary["rewards"]["pocket-clip"]
-    write_json(run / "run.json", note)
     write_json(run / "evaluation/summary.json", summary)
-    done = call(*words, run, cwd=tmp_path)
+    done = call("compare", run, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "owned" in done.stdout and not set("\x1b\x07\x9b") & set(done.stdout + done.stderr)
 
@@ -303,14 +282,11 @@ def test_the_words_of_a_run_do_not_drive_the_terminal(tmp_path, words):
 @pytest.mark.parametrize(
     "odd",
     [
-        {"reward_mean": None},
+        {"reward_mean": None, "clip_fraction": [1e308]},
         {"reward_mean": 1e308, "seconds_total": 1e308},
         {"eval_x": "text"},
         {"eval_x": 10**400},
-        {"eval_x": [1]},
-        {"iteration": 10**400},
         {"iteration": 0},
-        {"clip_fraction": [1e308]},
     ],
     ids=lambda odd: str(odd)[:30],
 )
@@ -334,28 +310,24 @@ def test_watch_shows_odd_metrics_or_refuses_them(tmp_path, odd):
     assert all(len(line) < 300 for line in (done.stdout + done.stderr).splitlines())
 
 
-@pytest.mark.parametrize("words", [("compare",), ("plan", "--rate", "1", "--run")], ids=" ".join)
-def test_a_run_of_another_version_is_read_and_what_only_that_knew_is_named(tmp_path, words):
+def test_a_run_of_another_version_is_read_and_what_only_that_knew_is_named(tmp_path):
     run = synthetic.write(tmp_path / "theirs")
     note = read_json(run / "run.json")
     note["settings"] |= {"temperature_of_rain": 3}
     note["versions"] |= {"chunk_grpo": "9.9"}
     write_json(run / "run.json", note)
-    done = call(*words, run, cwd=tmp_path)
-    said = {
-        line for line in done.stderr.splitlines() if not line.startswith("[IPKernelApp]")
-    }  # its end, cut short
-    assert done.returncode == 0 and len(said) == 1, done.stderr
-    assert all(
-        part in done.stderr for part in ("temperature_of_rain", "theirs", "made by chunk_grpo 9.9")
-    )
-    again = call("verify", run)
-    assert again.returncode == 2 and "theirs, made by chunk_grpo 9.9" in again.stderr, again.stderr
+    for words in (["compare"], ["plan", "--rate", "1", "--run"]):
+        done = call(*words, run, cwd=tmp_path)
+        said = {  # without the end of a kernel, cut short
+            line for line in done.stderr.splitlines() if not line.startswith("[IPKernelApp]")
+        }
+        assert done.returncode == 0 and len(said) == 1, done.stderr
+        known = ("temperature_of_rain", "theirs", "made by chunk_grpo 9.9")
+        assert all(part in done.stderr for part in known)
+    done = call("verify", run)
+    assert done.returncode == 2 and "theirs, made by chunk_grpo 9.9" in done.stderr, done.stderr
     note["settings"]["clip_range"] = "wide"
     write_json(run / "run.json", note)
-    done = call(*words, run, cwd=tmp_path)
-    assert (
-        done.returncode == 2
-        and "theirs, made by chunk_grpo 9.9" in done.stderr
-        and "`clip_range`" in done.stderr
-    )
+    done = call("compare", run, cwd=tmp_path)
+    assert done.returncode == 2 and "theirs, made by chunk_grpo 9.9" in done.stderr
+    assert "`clip_range`" in done.stderr

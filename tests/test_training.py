@@ -245,6 +245,7 @@ def test_reward_that_recovers_loses_one_iteration(world, whole, tmp_path):
         "train",
         world / "s.yaml",
         "reward=tiny_rewards:nan_once",
+        "iterations=2",
         "--no-report",
         "--out",
         tmp_path / "run",
@@ -253,12 +254,12 @@ def test_reward_that_recovers_loses_one_iteration(world, whole, tmp_path):
     flag.unlink()
     run(*words, "--resume", NAN_WHILE=flag)
     renamed = json.loads(json.dumps(metrics(tmp_path / "run")).replace("nan_once", "red"))
-    assert renamed == metrics(whole)
+    assert len(renamed) == 3 and renamed[:2] == metrics(whole)[:2]
 
 
 def test_no_spread_is_counted_and_trains_nothing(world, tmp_path):
     """A reward that is the same for all images: every group is counted, no weight moves."""
-    changes = ["reward=tiny_rewards:constant", "iterations=1", "weight_decay=0"]
+    changes = ["reward=tiny_rewards:constant", "iterations=1", "weight_decay=0", "eval_every=0"]
     run("train", world / "s.yaml", *changes, "--out", tmp_path / "run", "--no-report")
     line = metrics(tmp_path / "run")[1]
     assert line["advantage_std_zero_groups"] == 4 and line["grad_norm"] == 0
@@ -275,7 +276,7 @@ def test_an_alarm_in_stop_on_ends_the_run_in_words_and_it_can_go_on(world, tmp_p
     """Exit code 2 and the status failed, with the alarm's sentence; the run goes on from its checkpoint."""
     out = tmp_path / "run"
     more = ["reward=tiny_rewards:constant", "eval_every=0", "checkpoint_every=6", "--no-report"]
-    words = ["train", world / "s.yaml", *more, "--out", out]
+    words = ["train", world / "s.yaml", *more, "iterations=4", "--out", out]
     said = run(*words, "stop_on=[grid, flat_groups]", code=2)
     sentence = "`stop_on` names flat_groups, and after iteration 3 in 3 iterations in a row, all images of each prompt had"
     assert (
@@ -290,7 +291,7 @@ def test_an_alarm_in_stop_on_ends_the_run_in_words_and_it_can_go_on(world, tmp_p
     assert "alarm" not in run(*words, "--resume"), "what is said once is not said again"
     assert (
         json.loads((out / "run.json").read_text())["status"] == "finished"
-        and len(metrics(out)) == 7
+        and len(metrics(out)) == 5
     )
 
 

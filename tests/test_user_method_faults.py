@@ -22,16 +22,10 @@ FAULTS = {  # body of a class on Method -> the hook, and words of the sentence
         "__init__",
         "must take (settings); it takes",
     ),
-    "init takes nothing": ("def __init__(self):\n    pass", "__init__", "must take (settings)"),
     "init raises": (
         "def __init__(self, settings):\n    raise ValueError('a\\nb')",
         "__init__",
         "ValueError: a b",
-    ),
-    "init exits": (
-        "def __init__(self, settings):\n    raise SystemExit(3)",
-        "__init__",
-        "SystemExit: 3",
     ),
     "init without super": (
         "def __init__(self, settings):\n    self.settings = settings",
@@ -53,16 +47,6 @@ FAULTS = {  # body of a class on Method -> the hook, and words of the sentence
         "    return super().sampler(iteration)",
         "sampler",
         "AssertionError",
-    ),
-    "sampler takes nothing": (
-        "def sampler(self):\n    return 3",
-        "sampler",
-        "must take (iteration); it takes ()",
-    ),
-    "sampler returns none": (
-        "def sampler(self, iteration):\n    pass",
-        "sampler",
-        "must return a Sampler",
     ),
     "sampler returns levels": (
         "def sampler(self, iteration):\n    return self.sigmas",
@@ -96,22 +80,11 @@ FAULTS = {  # body of a class on Method -> the hook, and words of the sentence
         "trainable_steps",
         "[0, 99]",
     ),
-    "places twice": (
-        "def trainable_steps(self, sampler):\n    return torch.tensor([1, 1])",
-        "trainable_steps",
-        "[1, 1]",
-    ),
-    "places raises": (
-        "def trainable_steps(self, sampler):\n    return sampler.nothing",
-        "trainable_steps",
-        "AttributeError",
-    ),
     "chunks returns a list": (
         "def chunks(self, profile):\n    return [1] * len(profile)",
         "chunks",
         "a list",
     ),
-    "chunks returns none": ("def chunks(self, profile):\n    pass", "chunks", "must return Chunks"),
     "chunks covers too few": (
         "def chunks(self, profile):\n    return Chunks((1, 1))",
         "chunks",
@@ -122,41 +95,19 @@ FAULTS = {  # body of a class on Method -> the hook, and words of the sentence
         "chunks",
         "one or more sizes",
     ),
-    "chunks raises": (
-        "def chunks(self, profile):\n    return profile.nothing",
-        "chunks",
-        "AttributeError",
-    ),
-    "chunks takes too much": (
-        "def chunks(self, profile, more):\n    return profile",
-        "chunks",
-        "must take (profile)",
-    ),
     "chunks is none": ("chunks = None", "chunks", "must be a function"),
     "weights too few": (
         "def transition_weights(self, sampler):\n    return torch.ones(2)",
         "transition_weights",
         "shape (2,)",
     ),
-    "weights are lists": (
-        "def transition_weights(self, sampler):\n    return [1.0] * len(sampler)",
-        "transition_weights",
-        "a list",
-    ),
     "weights not finite": (
         "def transition_weights(self, sampler):\n    return torch.full((len(sampler),), float('nan'))",
         "transition_weights",
         "not finite",
     ),
-    "weights raises": (
-        "def transition_weights(self, sampler):\n    return sampler + 1",
-        "transition_weights",
-        "TypeError",
-    ),
     "check raises": ("def check(self):\n    raise KeyError('x')", "check", "KeyError: 'x'"),
     "check returns false": ("def check(self):\n    return False", "check", "it returned False"),
-    "check returns words": ("def check(self):\n    return 'no good'", "check", "'no good'"),
-    "check takes more": ("def check(self, s):\n    pass", "check", "must take ()"),
     "advantages takes one": (
         "def advantages(self, scores):\n    return 3",
         "advantages",
@@ -177,9 +128,7 @@ FAULTS = {  # body of a class on Method -> the hook, and words of the sentence
         "replay",
         "must take",
     ),
-    "draw is a number": ("select_chunks = 2", "select_chunks", "must be a function"),
     "copies is a list": ("reference_decays = ['old']", "reference_decays", "must map names"),
-    "copies has numbers": ("reference_decays = {'old': 0.5}", "reference_decays", "must map names"),
     "reads a text": (
         "reference_decays = {'old': lambda i: 0.5}\nreferences = ('old')",
         "references",

@@ -110,22 +110,25 @@ def spoil(run: Path, name: str) -> str:
 
 
 @pytest.mark.parametrize(
-    "name",
+    "names",
     [
-        "run.json",
-        "metrics.jsonl",
-        "final/*.safetensors",
-        "final/config.json",
-        "checkpoints/000002/weights.safetensors",
+        ["run.json"],
+        [
+            "metrics.jsonl",
+            "final/*.safetensors",
+            "final/config.json",
+            "checkpoints/000002/weights.safetensors",
+        ],
     ],
+    ids=["settings", "results"],
 )
-def test_what_was_edited_is_named(home, name):
-    run = copied(home, f"edited-{name.replace('/', '-').replace('*', '')}")
-    wanted = spoil(run, name)
+def test_what_was_edited_is_named(home, names):
+    run = copied(home, f"edited-{len(names)}")
+    wanted = [spoil(run, name) for name in names]
     found = verify(home, "--iterations", 1, run=run, code=1)
-    assert found["answer"] == "differs" and any(
-        text.startswith(wanted) for text in found["changed"]
-    ), found["changed"]
+    assert found["answer"] == "differs"
+    for words in wanted:
+        assert any(text.startswith(words) for text in found["changed"]), found["changed"]
 
 
 def test_other_prompts_are_another_run(home):

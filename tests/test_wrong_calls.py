@@ -280,12 +280,11 @@ def refusal(called, *args, **kwargs) -> str:
     return str(error.value)
 
 
-def test_there_are_at_least_300_wrong_calls_over_every_function():
+def test_every_function_has_its_wrong_calls():
     callables = {name for name in chunk_grpo.__all__ if callable(getattr(chunk_grpo, name))} - {
         "InputError"
     }
     assert callables <= {name.partition(".")[0] for name in WRONG} and WRONG.keys() == GOOD.keys()
-    assert len(CASES) >= 300
 
 
 @pytest.mark.parametrize(
