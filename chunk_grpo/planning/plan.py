@@ -98,12 +98,12 @@ def read_model_config(
     if family:
         check_own_family(family, index.get("_class_name"), folder)
     try:
-        pipeline = family or index["_class_name"]
-        is_known = bool(family) or pipeline in FAMILIES
         files = ("model_index.json", "transformer/config.json", "vae/config.json")
         for file, content in zip(files, (index, *networks), strict=True):
             if not isinstance(content["_class_name"], str):
                 raise TypeError(f"_class_name of {file} is no text")
+        pipeline = family or index["_class_name"]
+        is_known = bool(family) or pipeline in FAMILIES
         extra_tokens = find_family(pipeline).extra_tokens(folder) if is_known else 0
         if type(extra_tokens) is not int:
             raise TypeError("model_max_length is no whole number")
