@@ -153,7 +153,7 @@
         const cut = ratios.map((row, i) => row.map((ratio) => isClipped(ratio, advantages[i], eps)));
         const terms = ratios.flatMap((row, i) => row.map((ratio) => clippedTerm(ratio, advantages[i], eps)));
         const silent = cut.map((row) => sum(row.map((is, j) => is * groupSizes[j])));
-        // (G): the derivative of the objective by a transition's log-probability, of the image that is shown
+        // (grad): the derivative of the objective by a transition's log-probability, of the image that is shown
         const gradient = ratios[shown].map((ratio, j) =>
           cut[shown][j] ? 0 : (advantages[shown] * ratio) / (images * count * groupSizes[j]));
         return { ratios: ratios[shown], cut: cut[shown], objective: mean(terms), silent: sum(silent) / (images * T), gradient };
