@@ -229,6 +229,8 @@ def test_a_late_figure_is_shown_in_the_first_screen_too():
         "",
         "Second paragraph.",
     ]
+    pictured = [opening[0], text("Idea.\n\n![A chunk](chunk.png)"), long, figure_cell("a")]
+    assert docs.with_lead(pictured) == pictured
     html = shown[2].outputs[0]["data"]["text/html"]
     assert "b.png" in html and " id=" not in html and 'href="#figure-b"' in html
     assert shown[2].metadata.tags == ["remove-input"]
@@ -256,6 +258,20 @@ def test_drawings_on_white_are_told_from_photographs():
         (230, 230, 230), (0, 30, 60, 60)
     )  # as many pixels as images of the pocket world have
     assert not docs.is_drawing(png_of(grid))
+
+
+def test_photographs_stay_and_their_ground_turns_dark():
+    figure = Image.new("RGB", (200, 100), "white")
+    figure.paste((200, 60, 60), (20, 20, 80, 80))  # a photograph
+    figure.paste("black", (120, 40, 150, 44))  # a line
+    for i in range(10):
+        figure.putpixel((100 + i, 10), (20 * i, 0, 0))  # edges of letters have many colours
+    turned = Image.open(io.BytesIO(docs.for_dark_theme(png_of(figure)))).convert("RGB")
+    assert turned.getpixel((50, 50)) == (200, 60, 60)
+    assert max(turned.getpixel((5, 5))) < 30 and min(turned.getpixel((130, 42))) > 220
+    photograph = Image.new("RGB", (60, 60), (200, 60, 60))
+    assert docs.for_dark_theme(png_of(photograph)) is None
+    assert docs.for_dark_theme(png_of(Image.new("RGB", (60, 60), "white"))) is None
 
 
 def test_output_in_markdown_is_a_part_of_the_page():

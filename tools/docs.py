@@ -21,8 +21,10 @@ from pathlib import Path
 import api
 import links
 import nbformat
+import numpy as np
 import search
 from PIL import Image
+from scipy import ndimage
 
 ROOT = Path(__file__).resolve().parents[1]
 BOOK = ROOT / "nbs"
@@ -55,6 +57,10 @@ CHAPTERS = {  # the titles that a reader sees, in the order of the house
 }
 PICTURED = ("00_method", "07_training", "08_methods", "findings")  # a picture in the first screen
 SHORT_CODE = 12  # lines of exported code that are shown open
+SMALLEST_PHOTOGRAPH = 40  # pixels of a side; smaller ones are letters and keys of a legend
+HUE_ROTATION = np.array(  # of RGB by 180 degrees, as browsers do it
+    [[-0.574, 1.43, 0.144], [0.426, 0.43, 0.144], [0.426, 1.43, -0.856]]
+)
 FIRST_SCREEN = 1500  # characters of prose and code that leave room for a picture
 ROOT_PAGES = {"CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
 
@@ -291,12 +297,46 @@ def is_drawing(png: bytes) -> bool:
     return len(colours) <= 128 and white > 0.5 * pixels and grey < 0.15 * pixels
 
 
+def photograph_mask(
+    pixels: np.ndarray,  # (height, width, 3) of a picture
+) -> np.ndarray:  # (height, width) bool
+    """Return which pixels of a figure belong to photographs: large boxes that are filled with other colours than white."""
+    labels, _ = ndimage.label(pixels.min(axis=2) < 246)
+    mask = np.zeros(labels.shape, dtype=bool)
+    for number, box in enumerate(ndimage.find_objects(labels), 1):
+        sides = [part.stop - part.start for part in box]
+        if min(sides) >= SMALLEST_PHOTOGRAPH and (labels[box] == number).mean() >= 0.95:
+            mask[box] = True
+    return mask
+
+
+def for_dark_theme(png: bytes) -> bytes | None:
+    """Return a figure whose photographs stay as they are and whose ground, text and lines turn into light on dark.
+
+    Return None for a picture that is one photograph, and for masks, which have few colours.
+    """
+    picture = Image.open(io.BytesIO(png)).convert("RGB")
+    pixels = np.asarray(picture).astype(float)
+    mask = photograph_mask(pixels)
+    white = (pixels.min(axis=2) > 245).mean()
+    if mask.mean() > 0.9 or white < 0.05 or len(picture.getcolors(2**24)) < 8:
+        return None
+    # The same as the style sheet's invert(0.93) hue-rotate(180deg) for drawings.
+    turned = (237.15 - 0.86 * pixels) @ HUE_ROTATION.T
+    pixels = np.where(mask[:, :, None], pixels, turned).round().clip(0, 255)
+    file = io.BytesIO()
+    Image.fromarray(pixels.astype(np.uint8)).quantize(256).save(file, "PNG", optimize=True)
+    return file.getvalue()
+
+
 def with_lead(cells: list[nbformat.NotebookNode]) -> list[nbformat.NotebookNode]:
     """Show the first figure again below the page's first paragraph if it lies below the first screen.
 
     A cell with the directive `#| lead` has the figure that is shown instead of the first. Cells come back as they were
-    if a page has no figure, or has it early.
+    if a page has no figure, or has it early, or if its first text has a picture.
     """
+    if any("![" in cell.source for cell in cells[:2] if cell.cell_type == "markdown"):
+        return cells
     figures = []  # the characters before each figure, whether its cell has the directive, and its HTML
     before = 0
     for cell in cells:
@@ -447,15 +487,22 @@ class Site:
                 )
                 words = markup.escape(about.get("alt") or caption or said or title_of(page)[0])
                 width = about.get("width") or int.from_bytes(data[16:20], "big")
-                cell.outputs[i] = nbformat.v4.new_output(
-                    "display_data",
-                    {
-                        "text/html": (
-                            f'<img class="figure{" drawing" * is_drawing(data)}" src="{back}_static/figures/{file.name}" '
-                            f'width="{width}" alt="{words}" id="figure-{stem}-{number}">'
-                        )
-                    },
+                kinds = ["figure"]
+                turned = None
+                if is_drawing(data):
+                    kinds.append("drawing")
+                elif turned := for_dark_theme(data):
+                    kinds.append("only-light")
+                rest = f'width="{width}" alt="{words}"'
+                html = (
+                    f'<img class="{" ".join(kinds)}" src="{back}_static/figures/{file.name}" {rest} '
+                    f'id="figure-{stem}-{number}">'
                 )
+                if turned:
+                    dark = file.with_name(f"{file.stem}-dark.png")
+                    dark.write_bytes(turned)
+                    html += f'<img class="figure only-dark" src="{back}_static/figures/{dark.name}" {rest}>'
+                cell.outputs[i] = nbformat.v4.new_output("display_data", {"text/html": html})
 
     def chapter(self, folder: Path) -> None:
         """A chapter's pages, its own page, and its page of the API."""

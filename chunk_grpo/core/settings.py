@@ -210,7 +210,7 @@ class _DrawingSettings(BaseModel):
         0.0,
         "fraction",
         "0: the paper; more: Neighbor GRPO",
-        "Share s of an image's own noise in its initial noise; the shared noise gets sqrt(1 - s^2); 0: none.",
+        "Share b of an image's own noise in its initial noise; the shared noise gets sqrt(1 - b^2); 0: none.",
         ge=0,
         le=1,
     )
@@ -330,7 +330,7 @@ class _ChunkSettings(BaseModel):
         "",
         "one: the paper; noise: TempFlow-GRPO",
         'Weight of a transition in the objective: "one", "noise", "interval", "inverse-interval", "flash", or chunk '
-        "sizes, which give a transition T/(K size of its chunk).",
+        "sizes, which give each of n transitions in K chunks the weight n/(K size of its chunk).",
     )
     iterations: int = setting(
         150,

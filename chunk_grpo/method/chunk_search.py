@@ -16,6 +16,21 @@ from .chunks import Chunks
 from .dynamics import chunks_from_profile
 
 # %% ../../nbs/00_method/06_chunk_search.ipynb #bfdfd202
+def _check_profile(
+    profile: Tensor,  # distance of each trained transition
+    field: str,  # its name in an error's sentence
+) -> None:
+    """Raise InputError unless the profile is (n,) finite values above 0."""
+    if (
+        profile.ndim != 1
+        or not len(profile)
+        or not bool((profile.isfinite() & (profile > 0)).all())
+    ):
+        raise InputError(
+            f"{field}: got {profile.tolist()}, allowed are finite values above 0, one a transition."
+        )
+
+
 def centered_log_profile(
     profile: Tensor,  # distance of each trained transition, (n,), positive
     field: str = "profile",  # its name in an error's sentence
@@ -25,14 +40,7 @@ def centered_log_profile(
     Raise InputError for values that are not finite and positive.
     """
     profile = torch.as_tensor(profile, dtype=torch.float64)
-    if (
-        profile.ndim != 1
-        or not len(profile)
-        or not bool((profile.isfinite() & (profile > 0)).all())
-    ):
-        raise InputError(
-            f"{field}: got {profile.tolist()}, allowed are finite values above 0, one a transition."
-        )
+    _check_profile(profile, field)
     return (profile.log() - profile.log().mean()).round(decimals=9)
 
 # %% ../../nbs/00_method/06_chunk_search.ipynb #52617d1a

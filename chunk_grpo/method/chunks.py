@@ -204,11 +204,24 @@ def step_weights(
     chunks: Chunks,  # of n transitions
     dtype: torch.dtype = torch.float32,  # of the weights
 ) -> Tensor:  # (n,), mean 1
-    """Return the first-order weight T / (K cs_j) of each transition in (13), relative to the step objective (5)."""
+    """Return the first-order weight n / (K cs_j) of each transition in (13), relative to the step objective (5)."""
     sizes = torch.tensor(chunks.sizes)
     return (chunks.transitions / (len(chunks) * sizes.to(dtype))).repeat_interleave(sizes)
 
 # %% ../../nbs/00_method/02_chunks.ipynb #67c89f69
+def _check_chosen(
+    chosen: Tensor,  # chunk numbers of each image
+    partitions: list[Chunks],  # one per image
+) -> None:
+    """Raise InputError unless each number is that of a chunk of its image's partition, or -1."""
+    last = torch.tensor([len(partition) - 1 for partition in partitions], device=chosen.device)
+    if len(partitions) != len(chosen) or bool(((chosen > last[:, None]) | (chosen < -1)).any()):
+        raise InputError(
+            f"chosen: got {chosen.tolist()}, allowed are chunks 0 to {max(last.tolist(), default=0)}, "
+            "a row for each partition and its numbers alone."
+        )
+
+
 def flatten_chunks(
     chunks: Chunks | Sequence[Chunks],  # one partition for all images, or one per image
     # chunk numbers selected for each image, (B, k) long, 0 ... K - 1; -1 fills rows with fewer
@@ -224,12 +237,7 @@ def flatten_chunks(
             f"chosen: got a {chosen.dtype} tensor of shape {tuple(chosen.shape)}, allowed is long (B, k)."
         )
     each = [chunks] * len(chosen) if isinstance(chunks, Chunks) else list(chunks)
-    last = torch.tensor([len(partition) - 1 for partition in each], device=chosen.device)
-    if len(each) != len(chosen) or bool(((chosen > last[:, None]) | (chosen < -1)).any()):
-        raise InputError(
-            f"chosen: got {chosen.tolist()}, allowed are chunks 0 to {max(last.tolist(), default=0)}, "
-            "a row for each partition and its numbers alone."
-        )
+    _check_chosen(chosen, each)
     if isinstance(chunks, Chunks):
         size = torch.tensor(chunks.sizes, device=chosen.device).expand(len(chosen), -1)
     else:

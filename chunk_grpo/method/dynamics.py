@@ -26,6 +26,24 @@ DISTANCE_KINDS = ("l1", "l2", "cosine")
 DEFAULT_CHUNKS = 4  # the paper's K
 
 # %% ../../nbs/00_method/05_dynamics.ipynb #4e8139f8
+def _check_latents(latents: Tensor) -> None:
+    """Raise InputError unless the latents are (B, T + 1, ...) with T at least 1."""
+    if latents.ndim < 3 or latents.shape[1] < 2:
+        raise InputError(
+            f"latents: got shape {tuple(latents.shape)}, allowed is (B, T + 1, ...) with T at least 1."
+        )
+
+
+def _check_distance(distance: Tensor) -> None:
+    """Raise InputError that names the first transition whose distance is not finite."""
+    broken = (~distance.isfinite()).any(0).nonzero()
+    if len(broken):
+        raise InputError(
+            f"latents: got a distance that is not finite at transition {int(broken[0])}, "
+            "allowed are finite latents that are not all zero."
+        )
+
+
 @checked()
 def relative_distance(
     latents: Tensor,  # x_0 ... x_T of each trajectory, noise first, (B, T + 1, ...)
@@ -37,10 +55,7 @@ def relative_distance(
     """
     if kind not in DISTANCE_KINDS:
         raise InputError(f"distance: got {kind!r}, allowed is one of {', '.join(DISTANCE_KINDS)}.")
-    if latents.ndim < 3 or latents.shape[1] < 2:
-        raise InputError(
-            f"latents: got shape {tuple(latents.shape)}, allowed is (B, T + 1, ...) with T at least 1."
-        )
+    _check_latents(latents)
     x = latents.detach().to(torch.promote_types(latents.dtype, torch.float32)).flatten(2)
     now, after = x[:, :-1], x[:, 1:]
     if kind == "cosine":
@@ -48,12 +63,7 @@ def relative_distance(
     else:
         norm = {"l1": 1, "l2": 2}[kind]
         distance = (now - after).norm(norm, dim=2) / now.norm(norm, dim=2)
-    broken = (~distance.isfinite()).any(0).nonzero()
-    if len(broken):
-        raise InputError(
-            f"latents: got a distance that is not finite at transition {int(broken[0])}, "
-            "allowed are finite latents that are not all zero."
-        )
+    _check_distance(distance)
     return distance
 
 # %% ../../nbs/00_method/05_dynamics.ipynb #5961debb
@@ -87,6 +97,18 @@ def optimal_sizes(
     return np.diff(ends, prepend=0).tolist()
 
 # %% ../../nbs/00_method/05_dynamics.ipynb #d8b954c2
+def _check_profile(profile: Tensor) -> None:
+    """Raise InputError unless the profile is (n,) finite values above 0."""
+    if (
+        profile.ndim != 1
+        or not len(profile)
+        or not bool((profile.isfinite() & (profile > 0)).all())
+    ):
+        raise InputError(
+            f"profile: got {profile.tolist()}, allowed are finite values above 0, one per transition."
+        )
+
+
 @checked(profile=Tensor | np.ndarray | Sequence[float], max_chunks=whole_number(1) | None)
 def chunks_from_profile(
     profile: Tensor,  # mean distance of each trained transition, (n,), positive
@@ -98,19 +120,30 @@ def chunks_from_profile(
     """
     profile = torch.as_tensor(profile, dtype=torch.float64)
     count = DEFAULT_CHUNKS if max_chunks is None else max_chunks
-    if (
-        profile.ndim != 1
-        or not len(profile)
-        or not bool((profile.isfinite() & (profile > 0)).all())
-    ):
-        raise InputError(
-            f"profile: got {profile.tolist()}, allowed are finite values above 0, one per transition."
-        )
+    _check_profile(profile)
     if count < 1:
         raise InputError(f"max_chunks: got {max_chunks}, allowed is a whole number from 1.")
     return Chunks(tuple(optimal_sizes(profile.log().tolist(), min(count, len(profile)))))
 
 # %% ../../nbs/00_method/05_dynamics.ipynb #7d9b493a
+def _check_distances(distance: Tensor, chunks: Chunks) -> None:
+    """Raise InputError unless the distances are (B, n) for the n transitions of the chunks."""
+    if distance.ndim != 2 or distance.shape[1] != chunks.transitions:
+        raise InputError(
+            f"distance: got shape {tuple(distance.shape)}, allowed is (B, {chunks.transitions}) "
+            f"for chunks {chunks}."
+        )
+
+
+def _check_means(mean: Tensor) -> None:
+    """Raise InputError unless the mean distances (B, K) are finite, not negative, and not all zero in a row."""
+    positive = mean.sum(1, keepdim=True) > 0
+    if not bool((mean.isfinite() & (mean >= 0) & positive).all()):
+        raise InputError(
+            "distance: got values that are negative, not finite or all zero, allowed are distances."
+        )
+
+
 @checked()
 def chunk_weights(
     distance: Tensor,  # distance of each trained transition, (B, n)
@@ -120,18 +153,10 @@ def chunk_weights(
 
     Raise InputError if shapes or values do not fit.
     """
-    if distance.ndim != 2 or distance.shape[1] != chunks.transitions:
-        raise InputError(
-            f"distance: got shape {tuple(distance.shape)}, allowed is (B, {chunks.transitions}) "
-            f"for chunks {chunks}."
-        )
+    _check_distances(distance, chunks)
     mean = torch.stack([part.mean(1) for part in distance.split(list(chunks.sizes), dim=1)], dim=1)
-    total = mean.sum(1, keepdim=True)
-    if not bool((mean.isfinite() & (mean >= 0) & (total > 0)).all()):
-        raise InputError(
-            "distance: got values that are negative, not finite or all zero, allowed are distances."
-        )
-    return mean / total
+    _check_means(mean)
+    return mean / mean.sum(1, keepdim=True)
 
 # %% ../../nbs/00_method/05_dynamics.ipynb #fa1c33bc
 def tempered_weights(
@@ -166,16 +191,8 @@ def chunk_count(
     return max(1, int(chunks * fraction))
 
 # %% ../../nbs/00_method/05_dynamics.ipynb #3f2b3ed9
-def sample_without_replacement(
-    # chunk weights of each trajectory, (B, K), not negative; ones for uniform sampling
-    weights: Tensor,
-    count: int,  # chunks to sample per trajectory, 1 ... K
-    uniforms: Tensor,  # one uniform number in [0, 1) per trajectory and chunk, (B, K)
-) -> Tensor:  # (B, count) long, chunk numbers in increasing order
-    """Sample `count` chunks per trajectory without replacement, in proportion to weights.
-
-    Raise InputError if shapes or values do not fit, or fewer than `count` weights of a row are positive.
-    """
+def _check_draw(weights: Tensor, count: int, uniforms: Tensor) -> None:
+    """Raise InputError unless shapes fit, and each row has `count` positive and no negative or infinite weights."""
     if weights.ndim != 2 or uniforms.shape != weights.shape:
         raise InputError(
             f"uniforms: got shape {tuple(uniforms.shape)}, allowed is weights' {tuple(weights.shape)}."
@@ -188,6 +205,19 @@ def sample_without_replacement(
         raise InputError(
             f"weights: got {weights.tolist()}, allowed are finite values from 0, {count} a row above 0."
         )
+
+
+def sample_without_replacement(
+    # chunk weights of each trajectory, (B, K), not negative; ones for uniform sampling
+    weights: Tensor,
+    count: int,  # chunks to sample per trajectory, 1 ... K
+    uniforms: Tensor,  # one uniform number in [0, 1) per trajectory and chunk, (B, K)
+) -> Tensor:  # (B, count) long, chunk numbers in increasing order
+    """Sample `count` chunks per trajectory without replacement, in proportion to weights.
+
+    Raise InputError if shapes or values do not fit, or fewer than `count` weights of a row are positive.
+    """
+    _check_draw(weights, count, uniforms)
     uniforms = uniforms.to(weights.device, torch.float64).clamp(
         min=torch.finfo(torch.float64).tiny, max=1 - 2**-53
     )

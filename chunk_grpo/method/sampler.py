@@ -59,16 +59,19 @@ def cps_coefficients(
     kept = after * angle.cos().to(after)
     return 1 - after + kept, (1 - sigma) * kept - sigma * (1 - after), after * angle.sin().to(after)
 
-# %% ../../nbs/00_method/01_sampler.ipynb #057c71e3
-def _strengths(
-    sigmas: Tensor,  # (T + 1,) noise levels
-    kind: str,  # one of SAMPLER_KINDS
-    eta: float | Sequence[float] | Tensor,  # a number, or one per transition
-) -> Tensor:  # (T,) float64, 0 at the last transition
-    """Return the strength of every transition.
+# %% ../../nbs/00_method/01_sampler.ipynb #9d975cec
+def multistep_weights(sigmas: Tensor) -> Tensor:  # (T + 1,) noise levels, decreasing; (T,) float64
+    """Compute the weight of the change of the predicted image since the previous step, in DPM-Solver++'s second order."""
+    levels = sigmas.double()
+    step = (
+        ((1 - levels) / levels).log().diff()
+    )  # infinite at both ends of the trajectory, where Euler's step stays
+    weight = (1 - levels[2:]) * -(-step[1:]).expm1() * step[1:] / (2 * step[:-1])
+    return torch.cat([weight.new_zeros(1), weight.where(weight.isfinite(), 0.0)])
 
-    Raise InputError for a bad schedule, kind or strength.
-    """
+# %% ../../nbs/00_method/01_sampler.ipynb #057c71e3
+def _check_levels(sigmas: Tensor) -> None:
+    """Raise InputError unless the noise levels are (T + 1,) floats that decrease within 1 to 0."""
     if (
         sigmas.ndim != 1 or len(sigmas) < 2 or not bool((sigmas.diff() < 0).all())
     ):  # NaN is never below
@@ -80,6 +83,28 @@ def _strengths(
             f"`sigmas` must be noise levels from 1 to 0 as floats; got {sigmas.dtype} from "
             f"{float(sigmas[0]):g} to {float(sigmas[-1]):g}"
         )
+
+
+def _check_index(index: Tensor, steps: int) -> None:
+    """Raise InputError unless `index` is a whole number or long (B,), each from 0 to `steps` - 1."""
+    if index.ndim > 1 or index.dtype.is_floating_point or index.dtype == torch.bool:
+        raise InputError(
+            f"`index` must be a number or long (B,); got {index.dtype} of shape {tuple(index.shape)}"
+        )
+    if index.numel() and not 0 <= int(index.min()) <= int(index.max()) < steps:
+        raise InputError(f"`index` must be 0 to {steps - 1}; got {index.tolist()}")
+
+
+def _strengths(
+    sigmas: Tensor,  # (T + 1,) noise levels
+    kind: str,  # one of SAMPLER_KINDS
+    eta: float | Sequence[float] | Tensor,  # a number, or one per transition
+) -> Tensor:  # (T,) float64, 0 at the last transition
+    """Return the strength of every transition.
+
+    Raise InputError for a bad schedule, kind or strength.
+    """
+    _check_levels(sigmas)
     if kind not in SAMPLER_KINDS:
         raise InputError(f"`sampler` must be one of {', '.join(SAMPLER_KINDS)}; got {kind!r}")
     steps = len(sigmas) - 1
@@ -119,16 +144,6 @@ def _coefficients(
         torch.where(still, after - sigma, b),
         torch.where(still, 0.0, std),
     )
-
-# %% ../../nbs/00_method/01_sampler.ipynb #9d975cec
-def multistep_weights(sigmas: Tensor) -> Tensor:  # (T + 1,) noise levels, decreasing; (T,) float64
-    """Compute the weight of the change of the predicted image since the previous step, in DPM-Solver++'s second order."""
-    levels = sigmas.double()
-    step = (
-        ((1 - levels) / levels).log().diff()
-    )  # infinite at both ends of the trajectory, where Euler's step stays
-    weight = (1 - levels[2:]) * -(-step[1:]).expm1() * step[1:] / (2 * step[:-1])
-    return torch.cat([weight.new_zeros(1), weight.where(weight.isfinite(), 0.0)])
 
 # %% ../../nbs/00_method/01_sampler.ipynb #d4e96299
 @checked()
@@ -179,12 +194,7 @@ class Sampler:
         Raise InputError for an index outside the trajectory.
         """
         index = torch.as_tensor(index, device=self.sigmas.device)
-        if index.ndim > 1 or index.dtype.is_floating_point or index.dtype == torch.bool:
-            raise InputError(
-                f"`index` must be a number or long (B,); got {index.dtype} of shape {tuple(index.shape)}"
-            )
-        if index.numel() and not 0 <= int(index.min()) <= int(index.max()) < len(self):
-            raise InputError(f"`index` must be 0 to {len(self) - 1}; got {index.tolist()}")
+        _check_index(index, len(self))
         a, b, std = self._table
         return a[index.long()], b[index.long()], std[index.long()]
 

@@ -69,7 +69,7 @@ def chunk_weight_rows(
             {
                 "chunk": str(k + 1),
                 "transitions": transitions,
-                "weight of each, T/(K cs)": tables.format_number(weights[chunk.start].item()),
+                "weight of each, n/(K cs)": tables.format_number(weights[chunk.start].item()),
                 "sampling weight (16)": tables.format_number(sampling_weights[k]),
                 "uniform sampling": tables.format_number(1 / len(chunks)),
             }

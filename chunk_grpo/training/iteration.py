@@ -194,6 +194,19 @@ def make_accelerator(
         )
 
 
+def _check_packages(settings: setting.Settings) -> None:
+    """Raise InputError if the tracker's package, or that of an 8-bit optimizer, is not installed."""
+    tracker = settings.tracker
+    if tracker != "none" and importlib.util.find_spec(tracker) is None:
+        raise InputError(
+            f"`tracker` must be none or a package that is installed (pip install {tracker}); got {tracker}"
+        )
+    if settings.optimizer == "adamw-8bit" and importlib.util.find_spec("bitsandbytes") is None:
+        raise InputError(
+            "optimizer: adamw-8bit needs the package bitsandbytes: pip install 'chunk-grpo[8bit]'."
+        )
+
+
 def prepare_state(
     settings: setting.Settings,
     run: Path,  # an existing folder
@@ -202,14 +215,7 @@ def prepare_state(
     if settings.threads:
         torch.set_num_threads(settings.threads)
     trackers = None if settings.tracker == "none" else settings.tracker
-    if trackers and importlib.util.find_spec(trackers) is None:
-        raise InputError(
-            f"`tracker` must be none or a package that is installed (pip install {trackers}); got {trackers}"
-        )
-    if settings.optimizer == "adamw-8bit" and importlib.util.find_spec("bitsandbytes") is None:
-        raise InputError(
-            "optimizer: adamw-8bit needs the package bitsandbytes: pip install 'chunk-grpo[8bit]'."
-        )
+    _check_packages(settings)
     check_environment(settings.compile)
     accelerator = make_accelerator(trackers, run, settings.device)
     if trackers and not accelerator.log_with:  # accelerate leaves out what it does not find

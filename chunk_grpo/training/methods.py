@@ -743,7 +743,7 @@ class Method:
         if text == "one":
             return None
 
-        # Sizes of chunks mean the weights T / (K cs) of these chunks.
+        # Sizes of chunks mean the weights n / (K cs) of these chunks.
         if text not in surrogates.STEP_WEIGHTS:
             try:
                 made = step_weights(chunks_from_setting(text, len(trainable_steps)))

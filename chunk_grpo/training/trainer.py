@@ -24,6 +24,7 @@ from . import checkpoints
 from .callbacks import Alarms, Callback, Logger, StopTraining
 from .iteration import TrainingState, count_seconds, load_policy_and_optimizer
 from chunk_grpo.training.iteration import (
+    Rollout,
     measure_profile,
     prepare_state,
     sample_groups,
@@ -189,6 +190,19 @@ def interruptible(state: TrainingState) -> Iterator[None]:
         yield
 
 # %% ../../nbs/07_training/08_trainer.ipynb #fd7eb297
+def _check_finite(rollout: Rollout, iteration: int) -> None:
+    """Raise InputError if an advantage or a log-probability is not finite: nothing can be learned from it."""
+    if not torch.isfinite(rollout.advantage).all():
+        raise InputError(
+            "`reward` must return scores with a finite mean and standard deviation; those of iteration "
+            f"{iteration + 1} are too large"
+        )
+    if not torch.isfinite(rollout.context.trajectories.log_probs).all():
+        raise InputError(
+            f"the log-probabilities of iteration {iteration + 1} are not finite; lower `learning_rate`"
+        )
+
+
 def train_iteration(state: TrainingState) -> dict:  # the iteration's metrics
     """Sample, update and measure once, and return the line of metrics; the caller writes the checkpoint.
 
@@ -198,19 +212,10 @@ def train_iteration(state: TrainingState) -> dict:  # the iteration's metrics
     start = time.perf_counter()
     cpu = time.process_time()
 
-    # Sample groups of images and compare them. Nothing can be learned from numbers that are not finite.
+    # Sample groups of images and compare them.
     with interruptible(state):
         rollout = sample_groups(state)
-    if not torch.isfinite(rollout.advantage).all():
-        raise InputError(
-            "`reward` must return scores with a finite mean and standard deviation; those of iteration "
-            f"{state.iteration + 1} are too large"
-        )
-    if not torch.isfinite(rollout.context.trajectories.log_probs).all():
-        raise InputError(
-            "the log-probabilities of iteration "
-            f"{state.iteration + 1} are not finite; lower `learning_rate`"
-        )
+    _check_finite(rollout, state.iteration)
 
     # The base's scores on the same prompts tell progress from easier prompts.
     base = None

@@ -153,7 +153,7 @@
         const cut = ratios.map((row, i) => row.map((ratio) => isClipped(ratio, advantages[i], eps)));
         const terms = ratios.flatMap((row, i) => row.map((ratio) => clippedTerm(ratio, advantages[i], eps)));
         const silent = cut.map((row) => sum(row.map((is, j) => is * groupSizes[j])));
-        // (G): the derivative of the objective by a transition's log-probability, of the image that is shown
+        // (grad): the derivative of the objective by a transition's log-probability, of the image that is shown
         const gradient = ratios[shown].map((ratio, j) =>
           cut[shown][j] ? 0 : (advantages[shown] * ratio) / (images * count * groupSizes[j]));
         return { ratios: ratios[shown], cut: cut[shown], objective: mean(terms), silent: sum(silent) / (images * T), gradient };
@@ -190,7 +190,7 @@
       const most = Math.max(...advantages.map(Math.abs)) * (T / (K * Math.min(...sizes)));
       const sign = Math.sign(now.A) || 1;
       const y = (height) => (sign > 0 ? 98 : 24) - (height / most) * 74;
-      axis(picture, { ticks: [0, sign * Math.floor(most)], y, left: LEFT, width, name: "gradient of a transition, times B T" });
+      axis(picture, { ticks: [0, sign * Math.floor(most)], y, left: LEFT, width, name: "gradient of a transition, times B n" });
       for (let t = 0; t < T; t += 1)
         for (const [name, gradient, shift] of [
           ["step", now.steps.gradient[t], -wide], ["chunk", now.chunks.gradient[chunkOf[t]], 0]]) {
@@ -292,7 +292,7 @@
       const distance = data.profiles[Number(profile.input.value)].distance;
       const means = split(distance, sizes).map(mean);
       const weights = means.map((height) => height / sum(means));  // (16)
-      const perStep = sizes.map((size) => n / (sizes.length * size));  // T / (K cs)
+      const perStep = sizes.map((size) => n / (sizes.length * size));  // n / (K cs)
       const shares = sizes.map((size) => clippedShare(size, data.spreads[Number(spread.input.value)], data.clip_range));
       now = { sizes, ends, distance, means, weights, perStep, shares };
     }
