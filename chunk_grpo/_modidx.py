@@ -530,6 +530,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                             'chunk_grpo/evaluation/judge.py'),
                                              'chunk_grpo.evaluation.judge._read_question': ( '10_evaluation/judge.html#_read_question',
                                                                                              'chunk_grpo/evaluation/judge.py'),
+                                             'chunk_grpo.evaluation.judge._read_refusal': ( '10_evaluation/judge.html#_read_refusal',
+                                                                                            'chunk_grpo/evaluation/judge.py'),
                                              'chunk_grpo.evaluation.judge._send_question': ( '10_evaluation/judge.html#_send_question',
                                                                                              'chunk_grpo/evaluation/judge.py'),
                                              'chunk_grpo.evaluation.judge.ask_judge': ( '10_evaluation/judge.html#ask_judge',

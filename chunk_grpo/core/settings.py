@@ -590,11 +590,12 @@ class _OptimizerSettings(BaseModel):
         OURS,
         "Compile the transformer's blocks (torch.compile): takes minutes at the start, makes forward passes faster.",
     )
-    attention: Literal["native", "flash", "cudnn", "efficient", "math"] = setting(
+    attention: _Text = setting(
         "native",
         "",
         OURS,
-        "Attention kernel: native: torch chooses; others: this kernel of torch.",
+        "Attention kernel, by its name in diffusers: native: torch chooses, but never cuDNN's; _native_flash, _native_math "
+        "and others: this kernel of torch; flash, xformers, _flash_3_hub and others: a kernel of another package.",
     )
 
 # %% ../../nbs/02_core/04_settings.ipynb #9cf054b6
@@ -1113,8 +1114,25 @@ def _check_learning_rates(settings: "Settings") -> None:
     )
 
 
+def _check_attention(settings: "Settings") -> None:
+    """Raise InputError unless diffusers has an attention backend of this name."""
+    if settings.attention == "native":
+        return
+    # Here, since it imports torch, which takes seconds.
+    from diffusers.models.attention_dispatch import AttentionBackendName
+
+    names = [backend.value for backend in AttentionBackendName]
+    _require(
+        settings,
+        "attention",
+        settings.attention in names,
+        f"be one of {', '.join(names)}",
+        value=_with_suggestion(settings.attention, names),
+    )
+
+
 def _check_choices(settings: "Settings") -> None:
-    """Raise InputError if two settings contradict each other; needs no import of torch."""
+    """Raise InputError if two settings contradict each other; imports torch only if `attention` is not native."""
     updates = settings.updates_per_iteration
     images = settings.images_per_prompt
     checkpoint_every = settings.checkpoint_every
@@ -1126,6 +1144,7 @@ def _check_choices(settings: "Settings") -> None:
         "each prompt",
     )
     _check_learning_rates(settings)
+    _check_attention(settings)
     _require(
         settings,
         "keep_every",
