@@ -20,6 +20,14 @@ def active_backend() -> AttentionBackendName:
     return attention_dispatch._AttentionBackendRegistry.get_active_backend()[0]
 
 
+@pytest.fixture(autouse=True, scope="module")
+def cache(tmp_path_factory):
+    """Embeddings of these models do not stay in the user's cache."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CHUNK_GRPO_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
 @pytest.fixture(scope="module")
 def models(tmp_path_factory) -> dict[str, str]:
     """One tiny model of each of some families, by the family's name."""
@@ -47,7 +55,8 @@ def velocity_and_gradient(
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
         velocity = policy.velocity(torch.stack(noise), torch.tensor([0.9, 0.3]), rows)
         velocity.square().sum().backward()
-    gradient = torch.cat([weight.grad.flatten() for weight in policy.trained])
+    gradients = [weight.grad for weight in policy.trained if weight.grad is not None]
+    gradient = torch.cat([x.flatten() for x in gradients])
     return velocity.detach(), gradient, {event.key for event in profiler.key_averages()}
 
 
@@ -65,9 +74,9 @@ def test_backend_computes_what_native_does_with_its_own_kernel(
 ):
     expected, expected_gradient, _ = velocity_and_gradient(models[family], "native")
     velocity, gradient, operations = velocity_and_gradient(models[family], name)
-    torch.testing.assert_close(velocity, expected, rtol=0, atol=1e-5)
-    torch.testing.assert_close(gradient, expected_gradient, rtol=1e-3, atol=1e-5)
-    assert expected_gradient.abs().max() > 0
+    torch.testing.assert_close(velocity, expected, rtol=1e-4, atol=1e-4)
+    largest = expected_gradient.abs().max()
+    assert (gradient - expected_gradient).abs().max() < 1e-4 * largest and largest > 0
     assert runs in operations and runs_not not in operations
     assert active_backend() is AttentionBackendName.NATIVE, "other models are not changed"
 

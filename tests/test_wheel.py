@@ -58,7 +58,7 @@ def installed(wheel) -> Path:
     This environment's packages are added after pip has run, so pip cannot change them.
     """
     home = wheel.parents[1] / "environment"
-    venv.create(home, with_pip=False)
+    venv.create(home, symlinks=True, with_pip=False)
     python = home / "bin/python"
     words = ["--python", python, "install", "--quiet", "--no-deps", "--no-index", wheel]
     subprocess.run([*PIP, *map(str, words)], check=True)

@@ -367,15 +367,13 @@ def check_attention_backend(
     problem = attention_problem(name, device, dtype, **formats)
     if not problem:
         return
+    # Torch's own choice always works; to try a backend of the hub would download it.
     names = [backend.value for backend in AttentionBackendName]
-    working = [
-        other
-        for other in names
-        if not other.endswith("_hub") and not attention_problem(other, device, dtype, **formats)
-    ]
+    others = [x for x in names if x != "native" and not x.endswith("_hub")]
+    working = [x for x in others if not attention_problem(x, device, dtype, **formats)]
     masks = ", where prompts have attention masks" if masked else ""
     raise InputError(
-        f"`attention` must be {' or '.join(working)} with {str(dtype)[6:]} on {device.type}{masks}; "
+        f"`attention` must be {' or '.join(['native', *working])} with {str(dtype)[6:]} on {device.type}{masks}; "
         f"got {name!r} ({problem})"
     )
 
