@@ -19,10 +19,13 @@ $(STAMP): settings.ini setup.py pyproject.toml constraints.txt
 	  if [ $$python = none ]; then echo "make: Python 3.11 or later with venv is needed; none was found" >&2; exit 1; fi; \
 	  echo "making .venv with $$($$python --version)"; $$python -m venv .venv; \
 	fi
-	@start=$$SECONDS; $(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'; touch $@; \
+	@$(BIN)/python -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("torch") is None)' \
+	|| $(BIN)/python tools/install_note.py
+	@start=$$SECONDS; $(BIN)/python -m pip install --quiet -c constraints.txt \
+	  --config-settings editable_mode=compat -e '.[dev,lab]'; touch $@; \
 	echo "installed in $$((SECONDS - start)) s"
 
-install: $(STAMP) ## make .venv and install everything into it
+install: $(STAMP) ## make .venv and install everything into it; prints the size of the download first
 
 demo: $(STAMP) ## train Chunk-GRPO on the pocket model, minutes on two cores; resumes where it stopped
 	@start=$$SECONDS; resume=; if [ -e runs/demo/run.json ]; then resume=--resume; fi; \

@@ -212,8 +212,8 @@ def levers(b, repeats):
     )
     kernels = [
         name
-        for name in trainable._SDPA_BACKENDS
-        if trainable._has_attention_backend(name, device, b.policy.dtype)
+        for name in ("_native_flash", "_native_cudnn", "_native_efficient", "_native_math")
+        if not trainable.attention_problem(name, device, b.policy.dtype)
     ]
     for name in kernels:
 
@@ -224,7 +224,7 @@ def levers(b, repeats):
                 net.set_attention_backend("native")
 
         row(
-            f"rollout: torch's own attention, not {name}",
+            f"rollout: torch's own attention, not {name.removeprefix('_native_')}",
             "math writes all weights down; torch's own is the best",
             lambda other=other: other(b.rollout),
             b.rollout,

@@ -3,12 +3,10 @@
 import ast
 import configparser
 import importlib.util
-import json
 import re
 import shutil
 import subprocess
 import sys
-import zipfile
 from pathlib import Path
 
 import nbformat
@@ -17,7 +15,6 @@ import yaml
 
 import chunk_grpo
 from chunk_grpo.core import settings
-from chunk_grpo.pocket import POCKET_MODELS
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted(
@@ -280,7 +277,7 @@ def test_requirements_are_constrained():
         return {re.split(r"[=<>]", name)[0].lower().replace("_", "-") for name in text.split()}
 
     constraints = (ROOT / "constraints.txt").read_text()
-    extras = ("requirements", "dev_requirements", "docs_requirements")
+    extras = ("requirements", "dev_requirements", "docs_requirements", "lab_requirements")
     assert not names(" ".join(metadata()[extra] for extra in extras)) - names(constraints)
     assert "+" not in constraints, "a local version such as +cpu exists on one index only"
 
@@ -302,74 +299,6 @@ def test_settings_files_are_shipped():
         "paper",
         "pocket",
     }
-
-
-@pytest.mark.slow
-def test_wheel_carries_presets_reports_and_weights(tmp_path):
-    listed = subprocess.run(
-        ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, check=True, capture_output=True
-    )
-    files = [path for path in listed.stdout.decode().split("\n") if path and (ROOT / path).exists()]
-    for path in files:
-        (tmp_path / "source" / path).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(ROOT / path, tmp_path / "source" / path, follow_symlinks=False)
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "wheel",
-        "--quiet",
-        "--no-deps",
-        "-w",
-        tmp_path,
-        tmp_path / "source",
-    ]
-    subprocess.run(command, check=True)
-    (wheel,) = tmp_path.glob("*.whl")
-    names = set(zipfile.ZipFile(wheel).namelist())
-    expected = {f"chunk_grpo/presets/{name}.yaml" for name in settings.list_presets()}
-    expected |= {f"chunk_grpo/reports/{path.name}" for path in REPORTS}
-    expected |= {"chunk_grpo/presets/results/gpu/shares.json"}  # what `plan` reads
-    expected |= {"chunk_grpo/presets/published_tables.yaml", "chunk_grpo/presets/methods.yaml"}
-    home = "chunk_grpo/presets/pocket/studies"
-    studies = {path.parent.name for path in (ROOT / "runs/pocket/studies").glob("*/study.yaml")}
-    assert studies
-    expected |= {f"{home}/{name}/{file}.yaml" for name in studies for file in ("base", "study")}
-    expected |= {
-        path for path in files if path.startswith("chunk_grpo/") and not (ROOT / path).is_symlink()
-    }
-    shipped = {f"chunk_grpo/pocket/{folder}/vae" for folder in POCKET_MODELS.values()}
-    expected |= {f"{folder}/config.json" for folder in shipped}
-    expected |= {f"{folder}/diffusion_pytorch_model.safetensors" for folder in shipped}
-    assert not expected - names
-    assert any(name.endswith(".safetensors") for name in names)
-
-    target = tmp_path / "site"
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "install",
-        "--quiet",
-        "--no-deps",
-        "--target",
-        target,
-        wheel,
-    ]
-    subprocess.run(command, check=True)
-    code = (
-        "import json, chunk_grpo, chunk_grpo.pocket as pocket; from chunk_grpo.core import settings;"
-        "pocket.verify_pocket_files();"
-        "pocket.verify_pocket_files(pocket.POCKET_DIR / 'bases');"
-        "print(json.dumps([chunk_grpo.__file__, settings.list_presets(), settings.load_settings('pocket/demo').model]))"
-    )
-    environment = {"PYTHONPATH": str(target), "PATH": "/usr/bin:/bin"}
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    file, presets, model = json.loads(done.stdout)
-    assert file.startswith(str(target)) and presets == settings.list_presets() and model == "pocket"
 
 
 def test_whose_code_is_meant_is_said():

@@ -1,4 +1,4 @@
-"""chunk-grpo speed, compiled blocks and kernels of attention, as a user meets them. Nothing here asks how fast."""
+"""chunk-grpo speed and compiled blocks, as a user meets them. Nothing here asks how fast."""
 
 import json
 import os
@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import tiny_families
 import tiny_flux
 import torch
 from commands import call, run, server
@@ -212,37 +211,6 @@ def test_torch_may_not_choose_cudnns_attention(tiny):
     torch.backends.cuda.enable_cudnn_sdp(True)
     trainable.load_trainable_policy(tiny, **SIZE)
     assert not torch.backends.cuda.cudnn_sdp_enabled() and torch.backends.cuda.flash_sdp_enabled()
-
-
-def test_attention_kernels(tiny):
-    plain, other = (
-        trainable.load_trainable_policy(tiny, **SIZE, attention=name) for name in ("native", "math")
-    )
-    x = torch.randn(2, plain.tokens, 16)
-    sigma = torch.tensor([0.9, 0.3])
-    rows = plain.encode(["a red star", "two cats"])
-    with torch.nn.attention.sdpa_kernel(
-        torch.nn.attention.SDPBackend.FLASH_ATTENTION
-    ):  # what math does not ask for
-        torch.testing.assert_close(
-            other.velocity(x, sigma, rows), plain.velocity(x, sigma, rows), rtol=0, atol=1e-5
-        )
-    if not torch.cuda.is_available():
-        with pytest.raises(InputError, match="`attention` must be native or .*; got 'cudnn'"):
-            trainable.load_trainable_policy(tiny, **SIZE, attention="cudnn")
-
-
-@pytest.mark.parametrize("family", ["qwen", "z_image"])
-def test_a_kernel_without_masks_is_refused_before_a_weight_is_read(family, tmp_path, monkeypatch):
-    """These families pass masks; diffusers would refuse at the first forward."""
-    folder = str(tiny_families.build(family, tmp_path / "model"))
-    monkeypatch.setattr(
-        trainable, "load_policy", lambda *given, **more: pytest.fail("weights were read")
-    )
-    with pytest.raises(
-        InputError, match="`attention` must be native, .*whose attention has a mask.*; got 'flash'"
-    ):
-        trainable.load_trainable_policy(folder, resolution=64, max_tokens=16, attention="flash")
 
 
 def test_a_machine_without_a_compiler_is_told(tiny, monkeypatch):

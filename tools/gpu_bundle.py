@@ -30,8 +30,8 @@ ON_HOST = (  # what a host for transformers has
     "markupsafe click colorama contourpy cycler fonttools kiwisolver pyparsing mpmath sentencepiece "
     "protobuf narwhals shellingham rich pygments markdown-it-py mdurl"
 ).split()
-NOT_NEEDED = (  # notebooks, a judge by URL, and what tests the book: no check imports them
-    "jupyterlab papermill ipywidgets ipykernel nbconvert openai playwright ray nbdev fastcore execnb "
+NOT_NEEDED = (  # notebooks, and what tests the book: no check imports them
+    "jupyterlab papermill ipywidgets ipykernel nbconvert playwright ray nbdev fastcore execnb "
     "ghapi fastgit jupytext ruff hypothesis tensorboard statsmodels patsy"
 ).split()
 RUN = """#!/usr/bin/env bash

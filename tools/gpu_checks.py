@@ -208,13 +208,13 @@ def check_update(small: bool, folder: Path) -> Parts:
         inputs = example_inputs(policy, 2)
         found = {}
         kernels = {}
-        for kernel in ("native", "math"):
+        for kernel in ("native", "_native_math"):
             trainable.set_attention_backend(policy, kernel)
             backward_of(policy, inputs)
             found[kernel] = gradients(policy)
             kernels[kernel] = attention_kernels(policy)
         cosine = torch.cosine_similarity(
-            found["native"].double(), found["math"].double(), dim=0
+            found["native"].double(), found["_native_math"].double(), dim=0
         ).item()
         finite = all_finite(found.values())
         problem = ""

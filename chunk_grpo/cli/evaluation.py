@@ -472,9 +472,7 @@ def doctor(
     from chunk_grpo.models.prompt_embeds import prompt_cache_folder
     from chunk_grpo.reward_serving import placement
 
-    packages = (
-        "torch diffusers transformers accelerate peft pydantic typer papermill jupyterlab".split()
-    )
+    packages = "torch diffusers transformers accelerate peft pydantic typer papermill".split()
     versions = [
         ("chunk-grpo", __version__),
         ("python", f"{platform.python_version()}, {sys.executable}"),

@@ -17,11 +17,11 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from threading import Event, Lock
-from typing import Any
 
 import httpx
 import tenacity
@@ -129,7 +129,7 @@ class _Unanswered(Exception):
 
 
 def _ask_once(
-    client: Any,  # of openai
+    client: httpx.Client,
     judge: Judge,
     question: ImageQuestion,
 ) -> dict:  # judge, text, refused, finish, usage
@@ -137,53 +137,60 @@ def _ask_once(
 
     Raise `_Unanswered` if another request may succeed, and InputError if none can.
     """
-    import openai  # here, since it takes a second
-
-    body = judge.body()
     key = judge.api_key()
     image = {"type": "image_url", "image_url": {"url": _image_url(question.image)}}
     text = {"type": "text", "text": question.text}
-    # The client would take these headers from the environment.
-    omitted = ["OpenAI-Organization", "OpenAI-Project"]
-    if not key:
-        omitted.append("Authorization")
     try:
-        reply = client.chat.completions.with_raw_response.create(
-            model=body.pop("model"),
-            extra_body=body,
+        reply = client.post(
+            judge.base_url.rstrip("/") + "/chat/completions",
+            json={"messages": [{"role": "user", "content": [image, text]}]} | judge.body(),
+            headers={"Authorization": f"Bearer {key}"} if key else {},
             timeout=judge.timeout,
-            messages=[{"role": "user", "content": [image, text]}],
-            extra_headers=dict.fromkeys(omitted, openai.Omit()),
-        ).http_response.json()
-        choice = reply["choices"][0]
+        )
+    except httpx.RequestError as error:
+        raise _Unanswered(type(error).__name__, 0) from None
+    except ValueError as error:  # raised before anything is sent
+        raise InputError(
+            f"judge: a request about {question.id} cannot be written ({type(error).__name__}); its key must be ASCII, "
+            "its texts Unicode, and its numbers finite."
+        ) from None
+    if not reply.is_success:
+        return _read_refusal(judge, reply, key)
+    try:
+        content = reply.json()
+        choice = content["choices"][0]
         return {
-            "judge": reply.get("model"),
+            "judge": content.get("model"),
             "text": "" + (choice["message"]["content"] or ""),  # TypeError unless it is a text
             "refused": False,
             "finish": choice.get("finish_reason"),
-            "usage": reply.get("usage"),
+            "usage": content.get("usage"),
         }
-    except openai.APIConnectionError as error:
-        raise _Unanswered(type(error.__cause__ or error).__name__, 0) from None
-    except openai.APIStatusError as error:
-        message = " ".join(error.response.text.replace(key or "\0", "[the key]").split())[:300]
-        if error.status_code == 400 and any(code in message for code in _REFUSAL_CODES):
-            return {"judge": None, "text": message, "refused": True, "finish": None, "usage": None}
-        reason = f"status {error.status_code}: {message}"
-        if error.status_code not in (408, 429) and error.status_code < 500:
-            raise InputError(
-                f"judge: {judge.base_url} rejects the request ({reason}). Repeating it would not "
-                "help."
-            ) from None
-        retry_after = error.response.headers.get("Retry-After", "")
-        seconds = min(60, int(retry_after)) if retry_after.isdecimal() else 0
-        raise _Unanswered(reason, seconds) from None
     except (ValueError, LookupError, TypeError, AttributeError):
         raise _Unanswered("a reply that is not of the protocol", 0) from None
 
 
+def _read_refusal(
+    judge: Judge,
+    reply: httpx.Response,  # its status is not one of success
+    key: str | None,  # removed from what the server says
+) -> dict:  # as `_ask_once` returns, of an image that a content filter rejects
+    """Return the answer of a content filter; raise `_Unanswered` or InputError for all other failures."""
+    message = " ".join(reply.text.replace(key or "\0", "[the key]").split())[:300]
+    if reply.status_code == 400 and any(code in message for code in _REFUSAL_CODES):
+        return {"judge": None, "text": message, "refused": True, "finish": None, "usage": None}
+    reason = f"status {reply.status_code}: {message}"
+    if reply.status_code not in (408, 429) and reply.status_code < 500:
+        raise InputError(
+            f"judge: {judge.base_url} rejects the request ({reason}). Repeating it would not help."
+        )
+    retry_after = reply.headers.get("Retry-After", "")
+    seconds = min(60, int(retry_after)) if retry_after.isdecimal() else 0
+    raise _Unanswered(reason, seconds)
+
+
 def _send_question(
-    client: Any,  # of openai
+    client: httpx.Client,
     judge: Judge,
     question: ImageQuestion,
     stop: Event,  # ends a pause when it is set
@@ -220,13 +227,13 @@ def _send_question(
 def _open_client(
     judge: Judge,
     http: httpx.Client | None = None,  # with proxies or certificates of your own
-) -> Any:
-    """Open a client of openai without retries of its own."""
-    import openai  # here, since it takes a second
-
-    return openai.OpenAI(
-        base_url=judge.base_url, api_key=judge.api_key() or "none", max_retries=0, http_client=http
-    )
+) -> AbstractContextManager[httpx.Client]:
+    """Check the judge; return the given client, or a new one that the end of a `with` block closes."""
+    judge.api_key()
+    if http is not None:
+        return nullcontext(http)
+    limits = httpx.Limits(max_connections=judge.max_concurrency)
+    return httpx.Client(follow_redirects=True, limits=limits)
 
 # %% ../../nbs/10_evaluation/03_judge.ipynb #72f3e90d
 def parse_scale_scores(
@@ -319,7 +326,7 @@ def ask_judge(
     The second result names the judges and counts questions, unread answers and refused images. Raise InputError if the
     judge cannot be asked, an image is missing, or the file belongs to other questions or another process.
     """
-    client = _open_client(judge, http)
+    open_client = _open_client(judge, http)
     identities = _identities(judge, questions)
     file = Path(file)
     answers: dict[str, list[dict]] = {}  # id -> its answers, read once the file is locked
@@ -358,7 +365,11 @@ def ask_judge(
         raise InputError(
             f"answers: another process is writing {file}; wait until it has ended."
         ) from None
-    with file_lock, ThreadPoolExecutor(judge.max_concurrency) as pool:
+    with (
+        file_lock,
+        open_client as client,
+        ThreadPoolExecutor(judge.max_concurrency) as pool,
+    ):
         drop_partial_line(file)
         answers.update(_read_answers(file, identities))
         pending = [
@@ -464,7 +475,7 @@ class JudgeReward:
 
         Raises InputError if the judge cannot be asked, or has no readable answer and `unread` is None.
         """
-        client = _open_client(self.judge, self.http)
+        open_client = _open_client(self.judge, self.http)
         stop = Event()
         questions = []
         for i, image in enumerate(images_to_pil(images)):
@@ -472,7 +483,7 @@ class JudgeReward:
             image.save(file, "PNG", compress_level=1)
             text = self.question(prompts[i], records[i])
             questions.append(ImageQuestion(f"{prompts[i]!r}", text, file.getvalue()))
-        with ThreadPoolExecutor(self.judge.max_concurrency) as pool:
+        with open_client as client, ThreadPoolExecutor(self.judge.max_concurrency) as pool:
             pending = [pool.submit(self._rate, client, question, stop) for question in questions]
             try:
                 return [future.result() for future in pending]
@@ -482,7 +493,7 @@ class JudgeReward:
 
     def _rate(
         self,
-        client: Any,  # of openai
+        client: httpx.Client,
         question: ImageQuestion,
         stop: Event,  # ends a pause when it is set
     ) -> float:
@@ -610,5 +621,6 @@ def _load_judge(
         Image.new("RGB", (64, 64), (128, 128, 128)).save(file, "PNG")
         text = reward.question("a grey square", {})
         first = ImageQuestion("a grey square", text, file.getvalue())
-        _send_question(_open_client(judge), judge, first, Event())
+        with _open_client(judge) as client:
+            _send_question(client, judge, first, Event())
     return reward

@@ -5,8 +5,9 @@
 # %% auto #0
 __all__ = ['PROCESS_TIMEOUT', 'find_lora_layers', 'describe_layers', 'list_adapted_layers', 'freeze_layers_without_gradient',
            'make_trainable', 'trained_share', 'swap_weights', 'adapter_parameters', 'base_weights',
-           'save_trained_weights', 'read_saved_weights', 'load_trained_weights', 'set_attention_backend',
-           'compile_blocks', 'read_network', 'load_trainable_policy', 'full_tensor', 'shard_model', 'gather_model']
+           'save_trained_weights', 'read_saved_weights', 'load_trained_weights', 'attention_problem',
+           'check_attention_backend', 'set_attention_backend', 'compile_blocks', 'read_network',
+           'load_trainable_policy', 'full_tensor', 'shard_model', 'gather_model']
 
 # %% ../../nbs/03_models/04_trainable.ipynb #6733ad21
 import contextlib
@@ -23,7 +24,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from diffusers.models.attention_dispatch import attention_backend
+from diffusers.models.attention_dispatch import (
+    AttentionBackendName,
+    attention_backend,
+    dispatch_attention_fn,
+)
 from peft import LoraConfig, get_peft_model_state_dict, set_peft_model_state_dict
 from safetensors import SafetensorError
 from safetensors.torch import load_file
@@ -32,8 +37,6 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import scaled_dot_product_attention
 
 from .. import InputError
 from ..core.machine import defer_sigterm
@@ -44,7 +47,13 @@ from chunk_grpo.models.inputs import (
     import_class,
 )
 from .inputs import locate_model, read_model_json
-from .policy import LORA_TARGETS, Family, Policy, check_quantization, load_policy
+from chunk_grpo.models.policy import (
+    LORA_TARGETS,
+    TORCH_DTYPES,
+    Policy,
+    check_quantization,
+    load_policy,
+)
 
 # how long processes wait for each other: one of them may encode prompts or score for long
 PROCESS_TIMEOUT = timedelta(hours=2)
@@ -52,12 +61,6 @@ PROCESS_TIMEOUT = timedelta(hours=2)
 _COMPILERS = {
     "cpu": ("CXX", "g++", "clang++"),
     "cuda": ("CC", "gcc", "clang", "cc"),
-}
-_SDPA_BACKENDS = {
-    "flash": SDPBackend.FLASH_ATTENTION,
-    "cudnn": SDPBackend.CUDNN_ATTENTION,
-    "efficient": SDPBackend.EFFICIENT_ATTENTION,
-    "math": SDPBackend.MATH,
 }
 
 # %% ../../nbs/03_models/04_trainable.ipynb #1ebb5506
@@ -313,63 +316,89 @@ def load_trained_weights(
         raise InputError(f"run: the weights in {folder} are those of another model.") from None
 
 # %% ../../nbs/03_models/04_trainable.ipynb #2058e94a
-def _has_attention_backend(
-    name: str,  # one of _SDPA_BACKENDS
+def attention_problem(
+    name: str,  # of diffusers' AttentionBackendName
     device: torch.device,  # where the attention computes
-    dtype: torch.dtype,  # of queries, keys and values
-) -> bool:
-    """Return True if torch has this attention kernel there, forward and backward."""
-    x = torch.zeros(1, 1, 64, 64, device=device, dtype=dtype, requires_grad=True)
+    dtype: torch.dtype,  # of the forward pass
+    *,
+    stored: torch.dtype | None = None,  # of the weights; None: as `dtype`
+    masked: bool = False,  # True if prompts come with an attention mask
+) -> str:  # empty if it works
+    """Try an attention backend on a small tensor, forward and backward, and return why it fails.
+
+    Queries and keys keep the number format of the weights, as they do behind a norm in a network that
+    runs under autocast. Torch's kernels cast them; those of other packages do not.
+    """
+    shape = (1, 64, 2, 64)  # images, tokens, heads, channels
+    formats = (stored or dtype, stored or dtype, dtype)
+    inputs = [torch.ones(shape, device=device, dtype=x, requires_grad=True) for x in formats]
+    mask = torch.arange(64, device=device)[None, None, None, :] < 48 if masked else None
+    autocast = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
     try:
-        with sdpa_kernel(_SDPA_BACKENDS[name]):
-            scaled_dot_product_attention(x, x, x).sum().backward()
-    except RuntimeError:  # torch raises it for "no available kernel"
-        return False
-    return True
+        with attention_backend(name), autocast, warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a backend that fails need not warn as well
+            dispatch_attention_fn(*inputs, attn_mask=mask).float().sum().backward()
+    except Exception as error:  # each package has errors of its own
+        reason = " ".join(str(error).split()).rstrip(".").replace(". ", "; ")
+        return reason[:200] or type(error).__name__
+    if any(x.grad is None for x in inputs):
+        return "it has no backward pass"
+    return ""
+
+
+def check_attention_backend(
+    name: str,  # of diffusers' AttentionBackendName
+    network: nn.Module,  # the transformer, perhaps on meta
+    device: torch.device,  # where it computes
+    dtype: torch.dtype,  # of the forward pass
+    *,
+    stored: torch.dtype,  # of the weights
+    masked: bool,  # True if the family passes attention masks
+) -> None:
+    """Raise InputError if the transformer or this machine cannot use an attention backend, with those that work."""
+    processors = [getattr(module, "processor", None) for module in network.modules()]
+    is_chosen_by_layers = any(hasattr(processor, "_attention_backend") for processor in processors)
+    if not is_chosen_by_layers or not hasattr(network, "set_attention_backend"):
+        raise InputError(
+            f"`attention` must be native with {type(network).__name__}, whose layers call torch's "
+            f"attention directly; got {name!r}"
+        )
+    formats = {"stored": stored, "masked": masked}
+    problem = attention_problem(name, device, dtype, **formats)
+    if not problem:
+        return
+    # Torch's own choice always works; to try a backend of the hub would download it.
+    names = [backend.value for backend in AttentionBackendName]
+    others = [x for x in names if x != "native" and not x.endswith("_hub")]
+    working = [x for x in others if not attention_problem(x, device, dtype, **formats)]
+    masks = ", where prompts have attention masks" if masked else ""
+    raise InputError(
+        f"`attention` must be {' or '.join(['native', *working])} with {str(dtype)[6:]} on {device.type}{masks}; "
+        f"got {name!r} ({problem})"
+    )
 
 
 def set_attention_backend(
     policy: Policy,  # changed in place
-    name: str,  # native: torch's choice except cuDNN's; or one of _SDPA_BACKENDS
+    name: str,  # native: torch's choice except cuDNN's; or another of AttentionBackendName
 ) -> None:
-    """Fix the attention kernel of the transformer.
-
-    Raise InputError if the device has no such kernel, or the transformer cannot use it.
-    """
+    """Fix the attention backend of the transformer; raise InputError as `check_attention_backend` does."""
     # torch must never choose cuDNN by itself: github.com/pytorch/pytorch 196678
-    torch.backends.cuda.enable_cudnn_sdp(name == "cudnn")
+    torch.backends.cuda.enable_cudnn_sdp(name == "_native_cudnn")
     if name == "native":
         return
-    device, dtype = policy.device, policy.dtype
-    if not _has_attention_backend(name, device, dtype):
-        others = [other for other in _SDPA_BACKENDS if _has_attention_backend(other, device, dtype)]
-        available = ["native", *others]
-        raise InputError(
-            f"`attention` must be {' or '.join(available)} with {str(dtype)[6:]} on {device.type}; "
-            f"got {name!r}"
-        )
-    layers = [m.processor for m in policy.transformer.modules() if hasattr(m, "processor")]
-    if not any(hasattr(layer, "_attention_backend") for layer in layers):
-        raise InputError(
-            f"`attention` must be native with {type(policy.transformer).__name__}, whose layers call torch's "
-            f"attention directly; got {name!r}"
-        )
-    _check_attention_mask(type(policy), name)
+    weights = policy.transformer.parameters()
+    check_attention_backend(
+        name,
+        policy.transformer,
+        policy.device,
+        policy.dtype,
+        stored=next(x.dtype for x in weights if x.is_floating_point()),
+        masked=policy.masks_attention,
+    )
     # diffusers also sets its global choice, which the context restores.
     with attention_backend("native"):
-        policy.transformer.set_attention_backend(f"_native_{name}")
-
-
-def _check_attention_mask(
-    family: type[Family],  # of the policy
-    name: str,  # of the attention kernel
-) -> None:
-    """Raise InputError if the family passes attention masks and the kernel takes none."""
-    if name == "flash" and family.masks_attention:
-        raise InputError(
-            f"`attention` must be native, cudnn, efficient or math with a {family.pipeline}, whose "
-            "attention has a mask for prompts of different lengths; got 'flash'"
-        )
+        policy.transformer.set_attention_backend(name)
 
 # %% ../../nbs/03_models/04_trainable.ipynb #18ada06f
 def _check_compiler(device: torch.device) -> None:
@@ -425,7 +454,7 @@ def load_trainable_policy(
     dtype: str = "float32",  # of the forward passes
     sharding: str = "none",  # full fine-tuning: none, or fsdp: each process holds a shard
     compile: bool = False,  # compile the transformer's blocks
-    attention: str = "native",  # kernel of the attention
+    attention: str = "native",  # attention backend, a name of diffusers
     frozen: bool = False,  # for sampling only: half the memory if the forward is bfloat16
     family: str = "",  # a class of your own, as file.py:Class; empty: the model's pipeline decides
     **given: Any,  # to `policy.load_policy`
@@ -433,7 +462,7 @@ def load_trainable_policy(
     """Load a policy by its model's name and make it trainable.
 
     Raise InputError as `policy.load_policy` and `make_trainable` do, and if this machine cannot
-    compile or has no such attention kernel.
+    compile or has no such attention backend.
     """
     stored = dtype if lora_rank or sharding != "none" or frozen else "float32"
 
@@ -451,8 +480,15 @@ def load_trainable_policy(
     if compile:
         _check_compiler(torch.device(given.get("device", "cpu")))
     if attention != "native":
-        name = check_pipeline_folder(locate_model(model), family)
-        _check_attention_mask(find_family(name), attention)
+        policy_class = find_family(check_pipeline_folder(locate_model(model), family))
+        check_attention_backend(
+            attention,
+            read_network(locate_model(model), family)[1],
+            torch.device(given.get("device", "cpu")),
+            TORCH_DTYPES.get(dtype, torch.float32),  # `load_policy` rejects others
+            stored=TORCH_DTYPES.get(stored, torch.float32),
+            masked=policy_class.masks_attention,
+        )
     if lora_rank and lora_targets:
         _, network = read_network(locate_model(model), family)
         find_lora_layers(network, tuple(lora_targets))
