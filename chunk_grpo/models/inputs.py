@@ -419,16 +419,17 @@ def _import_family(
     sha256: str,  # of the file, so that a changed file is imported again; "" for a module
 ) -> type:
     """Import a family from outside this package; raise InputError if it is no complete family."""
-    from chunk_grpo.core.settings import import_callable  # these here, since policy imports this
-    from chunk_grpo.models.policy import Policy
+    from chunk_grpo.core.settings import import_callable
 
+    # By name, as the families above: their pages come after this one.
+    policy_class = import_class("chunk_grpo.models.policy.Policy")
     family = import_callable(name, "family")
-    if not (isinstance(family, type) and issubclass(family, Policy)):
+    if not (isinstance(family, type) and issubclass(family, policy_class)):
         raise InputError(
             f"`family` must be a subclass of chunk_grpo.models.policy.Policy; got {name}"
         )
     needed = ("pipeline", "network_classes", "embed", "noise", "predict", "decode")
-    if family.encode is not Policy.encode:  # it has no text encoders of diffusers
+    if family.encode is not policy_class.encode:  # it has no text encoders of diffusers
         needed = tuple(part for part in needed if part != "embed")
     for part in needed:
         if not hasattr(family, part):
