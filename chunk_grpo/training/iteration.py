@@ -161,8 +161,9 @@ class TrainingState:
         prompt: int,  # position in the list of prompts
     ) -> int | tuple[int, int]:  # side length or (height, width), pixels
         """Return the size at which an iteration samples the images of a prompt."""
-        if self.own_sizes and self.own_sizes[prompt] is not None:
-            return self.own_sizes[prompt]
+        own = self.own_sizes[prompt] if self.own_sizes else None
+        if own is not None:
+            return own
         return draw_size(
             setting.training_sizes(self.settings),
             seed=self.settings.seed,

@@ -74,7 +74,7 @@ def make_generator(
     """Return a CPU generator seeded by the image's key and the stream."""
     return torch.Generator().manual_seed(derive_seed(*key, stream=stream))
 
-# %% ../../nbs/07_training/01_rollout.ipynb #130ee06a
+# %% ../../nbs/07_training/01_rollout.ipynb #16344f54
 def draw_size(
     sizes: Sequence[int | tuple[int, int]],  # to choose from, with equal chances
     seed: int,  # of the run
