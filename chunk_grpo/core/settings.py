@@ -102,9 +102,10 @@ def training_sizes(
     settings: "Settings",
 ) -> tuple[int | tuple[int, int], ...]:  # each a side length, or (height, width), in pixels
     """Return the sizes of the images in training, as `resolution` lists them."""
-    if isinstance(settings.resolution, int) or isinstance(settings.resolution[0], int):
-        return (settings.resolution,)
-    return tuple(map(_check_resolution, settings.resolution))
+    resolution: Any = settings.resolution
+    if isinstance(resolution, int) or isinstance(resolution[0], int):
+        return (resolution,)
+    return tuple(map(_check_resolution, resolution))
 
 
 def format_resolution(
