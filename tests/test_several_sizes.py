@@ -273,9 +273,11 @@ def test_a_run_in_several_sizes_resumes_bit_for_bit(name, tmp_path):
 def test_two_processes_train_what_one_trains(tmp_path):
     """The same images in the same sizes, up to the rounding of other batches."""
     words = ["iterations=2", "prompts_per_iteration=4", "images_per_prompt=2", "threads=1"]
-    words += [f"resolution={json.dumps(SIZES)}", "eval_every=1", "eval_count=2", "--no-report"]
+    words += [f"resolution={json.dumps(SIZES)}", "eval_every=1", "eval_count=2"]
     run("train", "pocket/tiny", *words, "--out", tmp_path / "one")
-    run("train", "pocket/tiny", *words, "--processes", "2", "--out", tmp_path / "two")
+    run(
+        "train", "pocket/tiny", *words, "--processes", "2", "--no-report", "--out", tmp_path / "two"
+    )
     assert alike(tmp_path / "one", tmp_path / "two")
 
 
@@ -318,6 +320,10 @@ def test_plan_takes_the_largest_size_for_memory_and_the_mean_for_time():
     assert fitted[str(mixed)] == fitted[str(large)] < fitted[str(small)]
     lines = dict(plan.describe_estimates(Settings(model=model, resolution=mixed), 1e12))
     assert lines["one forward"].endswith("in the mean of 512 x 512, 512 x 1024 px (height x width)")
+    counts = dict(plan.describe_counts(load_settings("pocket/tiny", {"resolution": SIZES}), 1))
+    assert counts["evaluation at the end"].endswith(
+        "as trained at 64 x 64, 32 x 96, 96 x 32 px (height x width)"
+    )
 
 
 def test_a_drawn_size_depends_on_nothing_but_its_arguments():
