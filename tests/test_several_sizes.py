@@ -184,6 +184,7 @@ def gradient_of(context, method, advantage, limit: int, moved: bool) -> torch.Te
 def test_the_gradient_is_the_mean_of_those_of_each_size(policy, statistic, limit, moved):
     """Batches of one size change nothing: 16 images in three sizes, or the same images size by size."""
     words = {"statistic": statistic, "images_per_prompt": 4, "kl": 0.01, "steps": 8}
+    words |= {"chunks": "2,5"}
     method = load_method(load_settings("pocket/tiny", words))
     together = context_of(policy, method, [0, 1, 2, 3])
     whole = gradient_of(together, method, ADVANTAGE, limit=limit, moved=moved)
