@@ -351,6 +351,9 @@ def test_a_record_names_the_size_of_its_images(tmp_path):
         assert all(sizes[p] == WIDE for p in range(6)) and sizes[6] == TALL
         assert sizes[7] == draw_size((64, WIDE, TALL), state.settings.seed, i, 7)
 
+    described = dict(plan.describe_counts(state.settings))
+    assert any("7 with a size, which must be one of several" in text for text in described.values())
+
     wrong = {
         "must name one of the sizes in `resolution`": {"resolution": [64, 32]},
         "must name the size of its images": {"width": 32},

@@ -8,10 +8,11 @@ __all__ = ['OTHER_FILES', 'MODEL_FOLDERS', 'FAMILIES', 'SCHEDULER', 'locate_mode
            'import_class', 'find_family', 'build_meta_network', 'check_network_weights', 'unknown_words', 'check_parts',
            'split_prompt_column', 'is_prompt_list', 'find_column', 'read_prompt_records', 'read_prompts',
            'read_prompts_with_records', 'hash_records', 'ImagePrompt', 'open_source_image', 'find_editing_pipeline',
-           'read_model_prompts', 'read_run_prompts', 'read_prompt_sizes', 'read_run_prompts_with_records',
-           'prompt_content', 'read_negative_prompts', 'run_negative_prompts', 'describe_prompts', 'write_prompts',
-           'sample_prompt_indices', 'space_positions_evenly', 'check_sizes_of_family', 'content_hashes',
-           'absolute_inputs', 'hash_prompts', 'model_stamp', 'input_records', 'find_changed_input']
+           'read_model_prompts', 'read_run_prompts', 'may_have_sizes', 'read_prompt_sizes',
+           'read_run_prompts_with_records', 'prompt_content', 'read_negative_prompts', 'run_negative_prompts',
+           'describe_prompts', 'write_prompts', 'sample_prompt_indices', 'space_positions_evenly',
+           'check_sizes_of_family', 'content_hashes', 'absolute_inputs', 'hash_prompts', 'model_stamp', 'input_records',
+           'find_changed_input']
 
 # %% ../../nbs/03_models/00_inputs.ipynb #05005ec1
 import contextlib
@@ -1337,11 +1338,11 @@ def read_run_prompts(
         field,
         settings.model,
         getattr(settings, "family", ""),
-        sizes=_may_have_sizes(settings, field),
+        sizes=may_have_sizes(settings, field),
     )
 
 
-def _may_have_sizes(
+def may_have_sizes(
     settings: Any,  # of a run; those of a list alone have no `resolution`
     field: str,  # prompts or eval_prompts
 ) -> bool:
@@ -1359,7 +1360,7 @@ def read_prompt_sizes(
     """
     source = settings.prompts
     is_column = bool(split_prompt_column(source)[1])  # only that column is read
-    if is_column or not _may_have_sizes(settings, "prompts"):
+    if is_column or not may_have_sizes(settings, "prompts"):
         return [None] * len(read_run_prompts(settings))
     known = {image_size(size): size for size in training_sizes(settings)}
     sizes: list[int | tuple[int, int] | None] = []
@@ -1381,7 +1382,7 @@ def read_run_prompts_with_records(
 ) -> tuple[list[str], list[dict]]:  # prompts as of `read_run_prompts`, and the record of each
     """Read one of a run's lists with the records of its prompts, which a reward may take."""
     _, records = read_prompts_with_records(
-        getattr(settings, field), field, sizes=_may_have_sizes(settings, field)
+        getattr(settings, field), field, sizes=may_have_sizes(settings, field)
     )
     return read_run_prompts(settings, field), records
 
@@ -1480,13 +1481,14 @@ def describe_prompts(
     field: str = "prompts",  # name of the setting that holds the source
     model: str = "pocket",  # that draws them
     family: str = "",  # of the model, as for `check_pipeline_folder`
+    sizes: bool = True,  # allow records with a size of their images
 ) -> str:
     """Return a line with the number of prompts, the first two, and how many are repeated.
 
     If the model edits images, the line also says how many of theirs are not square. It counts the
-    prompts with a negative prompt of their own.
+    prompts with a negative prompt of their own, and those whose records name the size of their images.
     """
-    prompts = read_model_prompts(source, field, model, family)
+    prompts = read_model_prompts(source, field, model, family, sizes=sizes)
     shortened = [text if len(text) <= 60 else f"{text[:57]}..." for text in prompts[:2]]
     first = " and ".join(repr(text) for text in shortened)
     repeated = len(prompts) - len(set(prompts))
@@ -1498,7 +1500,19 @@ def describe_prompts(
         shapes = f"{cropped:,} of them cropped to their middle square" if cropped else "all square"
         line = f"{line}; each edits an image, {shapes}"
     negatives = read_negative_prompts(source, field, model, family)
-    return f"{line}, {len(negatives):,} with a negative prompt" if negatives else line
+    if negatives:
+        line = f"{line}, {len(negatives):,} with a negative prompt"
+    if split_prompt_column(source)[1]:  # only that column is read
+        return line
+    records = read_prompt_records(source, field, sizes=sizes)
+    sized = [
+        record
+        for place, _, record in records
+        if isinstance(record, dict) and _size_of_record(place, record)
+    ]
+    if sized:
+        line = f"{line}, {len(sized):,} with a size, which must be one of several in `resolution`"
+    return line
 
 # %% ../../nbs/03_models/00_inputs.ipynb #6acfbc8e
 def _are_entries(prompts: Any) -> bool:

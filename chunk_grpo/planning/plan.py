@@ -68,6 +68,7 @@ from chunk_grpo.models.inputs import (
     describe_prompts,
     is_prompt_list,
     locate_model,
+    may_have_sizes,
     read_model_json,
     read_run_prompts,
     run_negative_prompts,
@@ -1410,7 +1411,13 @@ def _describe_list(
     source = getattr(settings, field)
     if not _is_list_here(source):
         return f"{source} is not here"
-    return describe_prompts(source, field, settings.model, settings.family)
+    return describe_prompts(
+        source,
+        field,
+        settings.model,
+        settings.family,
+        sizes=may_have_sizes(settings, field),
+    )
 
 
 def describe_counts(
