@@ -86,8 +86,8 @@ def test_a_final_evaluation_draws_five_arms():
         "resolution": 128,
     }
     assert plan._evaluation_forwards(settings.load_settings(words)) == {
-        "ODE": (2, 100, 64),
-        "as trained": (2, 34, 128),
+        "ODE": (2, 100, (64,)),
+        "as trained": (2, 34, (128,)),
     }
     assert plan.held_out_prompts(settings.load_settings({"eval_prompts": "not-here.txt"})) == []
     network = plan.find_model_config("black-forest-labs/FLUX.1-dev")

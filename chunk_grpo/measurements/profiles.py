@@ -8,6 +8,7 @@ __all__ = ['DEFAULT_ETAS', 'TrajectoryFrames', 'render_frames', 'measure_distanc
 # %% ../../nbs/11_measurements/00_profiles.ipynb #a74f450f
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -105,11 +106,24 @@ def measure_distances(
     seed: int,  # of the noise
     sampler: Sampler,  # of T steps
     batch: int = 16,  # images per forward pass
+    # size at which each of the P prompts is sampled; None: the policy's
+    sizes: Sequence[int | tuple[int, int]] | None = None,
 ) -> dict[str, Tensor]:  # l1, l2 and cosine: (P, G, T) float64 on the CPU
     """Measure the relative distances (15) of P prompts times G seeds, in all three measures.
 
     Raises InputError if there is no prompt or no image, and the errors of the sampler.
     """
+    if sizes is not None and len(chosen):
+        return _measure_distances_by_size(
+            policy=policy,
+            prompts=prompts,
+            chosen=chosen,
+            images=images,
+            seed=seed,
+            sampler=sampler,
+            batch=batch,
+            sizes=sizes,
+        )
     if not len(chosen) or images < 1:
         raise InputError(
             f"images: got {len(chosen)} prompts with {images} images each, allowed is at least 1 of each."
@@ -133,6 +147,28 @@ def measure_distances(
         name: torch.cat(batches).reshape(len(chosen), images, -1)
         for name, batches in distances.items()
     }
+
+
+def _measure_distances_by_size(
+    policy: Policy,  # the model
+    chosen: Sequence[int],  # indices of P prompts
+    sizes: Sequence[int | tuple[int, int]],  # of each of them
+    **rest: Any,  # the other arguments of `measure_distances`
+) -> dict[str, Tensor]:  # l1, l2 and cosine: (P, G, T) float64 on the CPU
+    """Measure the distances of prompts with several sizes, size by size; the policy keeps its own size."""
+    former = policy.resolution
+    order = []  # positions among the P prompts, in the order of measurement
+    measured: dict[str, list[Tensor]] = {name: [] for name in DISTANCE_KINDS}
+    for size in dict.fromkeys(sizes):
+        of_size = [i for i, own in enumerate(sizes) if own == size]
+        policy.set_resolution(size)
+        found = measure_distances(policy=policy, chosen=[chosen[i] for i in of_size], **rest)
+        for name in DISTANCE_KINDS:
+            measured[name].append(found[name])
+        order += of_size
+    policy.set_resolution(former)
+    place = torch.tensor(order).argsort()
+    return {name: torch.cat(parts)[place] for name, parts in measured.items()}
 
 # %% ../../nbs/11_measurements/00_profiles.ipynb #a42a7e15
 def variance_shares(distance: Tensor) -> dict[str, float]:  # distance: (P, G, n)

@@ -215,7 +215,7 @@ def load_workload_settings(
 ) -> Settings:
     """Return the settings of a measurement.
 
-    Raises InputError if there are none of that name, or if their chunks are not fixed.
+    Raises InputError if there are none of that name, if their chunks are not fixed, or if images have several sizes.
     """
     if (
         model not in _WORKLOADS
@@ -230,6 +230,10 @@ def load_workload_settings(
     if settings.chunk_rule.kind != "fixed":
         raise InputError(
             f"`chunks` must be sizes, steps, whole or equal:SIZE in a measurement; got {settings.chunks!r}"
+        )
+    if len(setting.training_sizes(settings)) > 1:
+        raise InputError(
+            f"`resolution` must be one size in a measurement; got {format_resolution(settings.resolution)}"
         )
     return settings
 

@@ -45,7 +45,7 @@ def renoise(
     """
     trajectories = context.trajectories
     keys = trajectories.keys
-    clean = trajectories.latents[image, -1].float().to(context.policy.device)
+    clean = trajectories.latents_at(image, -1).float().to(context.policy.device)
     generators = []
     for position, level in zip(image.tolist(), index.tolist(), strict=True):
         seed, iteration, prompt, generation = keys[position]

@@ -111,10 +111,10 @@ class Neighbor(Method):
     ) -> tuple[Tensor, Tensor]:
         """Return states (m, S, C), and the next states of all images of each one's group, (m, G, S, C)."""
         size = self.settings.images_per_prompt
-        latents = context.trajectories.latents
+        paths = context.trajectories
         siblings = (image // size * size)[:, None] + torch.arange(size)
-        current = latents[image, index]
-        following = latents[siblings, index[:, None] + 1]
+        current = paths.latents_at(image, index)
+        following = paths.latents_at(siblings, index[:, None] + 1)
         device = context.policy.device
         return current.float().to(device), following.float().to(device)
 

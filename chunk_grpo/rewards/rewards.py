@@ -145,12 +145,25 @@ def batch_slices(
     count: int,  # images
     size: int,  # images per batch, at most
     groups: Sequence[int] | None = None,  # group of each image; None: any image may start a batch
+    # size of each image in pixels, if they differ; None: they are equal
+    sizes: Sequence[int | tuple[int, int]] | None = None,
 ) -> list[slice]:
-    """Cut a row of images into batches; with `groups`, a batch holds whole groups.
+    """Cut a row of images into batches of one size; with `groups`, a batch holds whole groups.
 
     A group with more than `size` images is a batch of its own. Raises InputError if the images of a group do not stand
     side by side.
     """
+    if sizes is not None:
+        slices = []
+        low = 0
+        for high in range(1, count + 1):
+            if high < count and sizes[high] == sizes[low]:
+                continue
+            of_size = None if groups is None else groups[low:high]
+            for part in batch_slices(high - low, size, of_size):
+                slices.append(slice(low + part.start, low + part.stop))
+            low = high
+        return slices
     if groups is None:
         return [slice(low, min(low + size, count)) for low in range(0, count, size)]
     ends = [i for i in range(1, count + 1) if i == count or groups[i] != groups[i - 1]]
@@ -352,6 +365,8 @@ class StreamingScores:
         batch: int = 64,  # images per call of a reward
         records: Sequence[Mapping] | None = None,  # of each image's prompt; None: the prompts alone
         groups: Sequence[int] | None = None,  # group of each image
+        # of each image, those of one size side by side; None: they are equal
+        sizes: Sequence[int | tuple[int, int]] | None = None,
     ) -> None:
         """Prepare to score `len(prompts)` images; no image has arrived yet."""
         self.executor = executor
@@ -366,7 +381,7 @@ class StreamingScores:
         self.pending: dict[str, list[slice]] = {}
         for name, reward in self.scorers.items():
             inputs = _select_inputs(name, reward, self.prompts, records, groups)
-            self.pending[name] = batch_slices(len(self.prompts), batch, inputs.get("groups"))
+            self.pending[name] = batch_slices(len(self.prompts), batch, inputs.get("groups"), sizes)
         self.futures: dict[str, list[Future]] = {name: [] for name in self.scorers}
 
     def add(self, images: Tensor) -> None:  # (b, 3, H, W) in [0, 1]

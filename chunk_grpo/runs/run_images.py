@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['AS_TRAINED_ARMS', 'find_trained_weights', 'hash_trained_weights', 'find_newest_weights', 'load_trained_policy',
-           'sample_arm_images', 'score_prompt_images', 'evaluation_parts', 'draw_part', 'begun_folder',
+           'size_of_arm', 'sample_arm_images', 'score_prompt_images', 'evaluation_parts', 'draw_part', 'begun_folder',
            'only_evaluation', 'read_parts', 'load_scorers', 'draw_share', 'move_into_place', 'drawing_processes',
            'image_cost', 'progress_text', 'progress_watcher', 'run_programs', 'share_out', 'drawing_threads', 'main']
 
@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 import uuid
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -50,6 +51,7 @@ from chunk_grpo.core.settings import (
     image_size,
     load_settings,
     reward_weights,
+    training_sizes,
 )
 from ..models import adapters, trainable
 from chunk_grpo.models.inputs import (
@@ -75,7 +77,7 @@ from chunk_grpo.runs.run_folder import (
 )
 from ..training import checkpoints
 from ..training.methods import load_method
-from ..training.rollout import sample_images
+from ..training.rollout import draw_size, sample_images
 
 # %% ../../nbs/09_runs/02_run_images.ipynb #96a14825
 def find_trained_weights(run: Path | str) -> Path:  # its folder final/
@@ -215,11 +217,27 @@ AS_TRAINED_ARMS = {
 }
 
 
+def size_of_arm(
+    settings: Settings,  # of the evaluation
+    arm: str,  # its name
+    prompt: int,  # position in the list of prompts
+) -> int | tuple[int, int]:  # side length or (height, width), pixels
+    """Return the size at which an arm samples the images of a prompt.
+
+    Images as trained have a size of training. If there are several, it depends on `eval_seed` and the prompt alone.
+    """
+    if arm not in AS_TRAINED_ARMS:
+        return settings.eval_resolution
+    sizes = training_sizes(settings)
+    return draw_size(sizes, seed=settings.eval_seed, iteration=-1, prompt=prompt)
+
+
 def sample_arm_images(
     model: Policy,  # with trained weights
     settings: Settings,  # of the evaluation
     prompts: Sequence[str] | Mapping[int, str],  # all, or at least those of `places`
-    places: list[tuple[int, int]],  # (prompt, number of the image) of each image wanted
+    # (prompt, number of the image) of each image wanted; all of one size, see `size_of_arm`
+    places: list[tuple[int, int]],
     arm: str,  # its name, which decides between the ODE and the training sampler
     split: int | None,  # step at which the base takes over: 0 is the base, None means never
 ) -> torch.Tensor:  # (B, 3, H, W) in [0, 1], on the CPU
@@ -228,10 +246,14 @@ def sample_arm_images(
         load_method(settings).sampler(settings.iterations - 1) if arm in AS_TRAINED_ARMS else None
     )
     training_guidance, evaluation_guidance = guidance_scales(settings)
-    if sampler:
-        model.set_resolution(settings.resolution).set_guidance(*training_guidance)
-    else:
-        model.set_resolution(settings.eval_resolution).set_guidance(*evaluation_guidance)
+    sizes = {size_of_arm(settings, arm, prompt) for prompt, _ in places}
+    if len(sizes) > 1:
+        raise InputError(
+            f"`places` must have images of one size; {arm} has {sorted(sizes, key=str)}"
+        )
+    for size in sizes:
+        model.set_resolution(size)
+    model.set_guidance(*(training_guidance if sampler else evaluation_guidance))
     return sample_images(
         policy=model,
         prompts=prompts,
@@ -321,21 +343,33 @@ def draw_part(
 ) -> list[dict]:  # one record per image
     """Sample and score the images of a part and write them to disk."""
     arm, low, high = part
-    places = [divmod(n, settings.eval_images) for n in range(low, high)]
-    images = sample_arm_images(
-        model=model, settings=settings, prompts=prompts, places=places, arm=arm, split=split
-    )
-    numbers = [p for p, _ in places]
-    judged = score_prompt_images(
-        images,
-        [prompts[p] for p in numbers],
-        scorers,
-        records=[prompt_records[p] for p in numbers] if prompt_records else None,
-        groups=numbers,
-    )
+    places_of_size = defaultdict(list)
+    for n in range(low, high):
+        place = divmod(n, settings.eval_images)
+        places_of_size[size_of_arm(settings, arm, place[0])].append(place)
+
+    images = {}  # place -> image
+    judged = {}  # place -> scores and what else the rewards found
+    for places in places_of_size.values():
+        sampled = sample_arm_images(
+            model=model, settings=settings, prompts=prompts, places=places, arm=arm, split=split
+        )
+        numbers = [p for p, _ in places]
+        found = score_prompt_images(
+            sampled,
+            [prompts[p] for p in numbers],
+            scorers,
+            records=[prompt_records[p] for p in numbers] if prompt_records else None,
+            groups=numbers,
+        )
+        images |= zip(places, sampled, strict=True)
+        judged |= zip(places, found, strict=True)
+
     records = []
     make_folders(folder / arm)
-    for n, image, (p, i), found in zip(range(low, high), images, places, judged, strict=True):
+    for n in range(low, high):
+        p, i = divmod(n, settings.eval_images)
+        image = images[p, i]
         record = {
             "arm": arm,
             "prompt_index": p,
@@ -345,7 +379,7 @@ def draw_part(
         }
         if isinstance(prompts[p], ImagePrompt):
             record |= _save_source_image(prompts[p], p, (image.shape[2], image.shape[1]), folder)
-        records.append(record | {"file": f"{arm}/{n:05d}.png"} | found)
+        records.append(record | {"file": f"{arm}/{n:05d}.png"} | judged[p, i])
         VaeImageProcessor.numpy_to_pil(image.permute(1, 2, 0).numpy())[0].save(
             folder / records[-1]["file"]
         )
@@ -506,7 +540,8 @@ def image_cost(
     (_, training_scale), (_, evaluation_scale) = guidance_scales(settings)
     if arm in AS_TRAINED_ARMS:
         forwards = settings.steps * (1 + (training_scale > 1))
-        return forwards * math.prod(image_size(settings.resolution))
+        pixels = [math.prod(image_size(size)) for size in training_sizes(settings)]
+        return forwards * (sum(pixels) // len(pixels))
     forwards = settings.eval_steps * (1 + (evaluation_scale > 1))
     return forwards * math.prod(image_size(settings.eval_resolution))
 

@@ -27,13 +27,12 @@ from chunk_grpo.core.files import (
     describe_schema_violation,
     sync_to_disk,
 )
-from ..core.settings import guidance_scales
+from ..core.settings import guidance_scales, training_sizes
 from ..core.statistics import mean_se
 from ..models import trainable
 from chunk_grpo.models.inputs import (
     ImagePrompt,
     open_source_image,
-    sample_prompt_indices,
     space_positions_evenly,
 )
 from ..rewards import rewards
@@ -160,12 +159,7 @@ def collect_metrics(
     trained, kl = (
         gather(torch.tensor([x], device=device)).cpu() for x in (trained, kl / len(update.stats))
     )
-    drawn = sample_prompt_indices(
-        total=len(state.prompts),
-        count=settings.prompts_per_iteration,
-        seed=settings.seed,
-        iteration=state.iteration - 1,
-    )
+    drawn = state.prompts_of_all(state.iteration - 1)
     texts = [state.prompts[p] for p in drawn]  # of all processes, in their order
     above = (
         above_base_metrics(state=state, scores=rollout.scores, base=base, texts=texts)
@@ -241,7 +235,7 @@ def evaluate_held_out(
             split=split,
             batch=settings.rollout_batch,
         )
-    policy.set_resolution(settings.resolution).set_guidance(*training_guidance)
+    policy.set_resolution(training_sizes(settings)[0]).set_guidance(*training_guidance)
     if state.ema is not None:
         trainable.swap_weights(policy.trained, state.ema.shadow_params)
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .. import InputError
@@ -58,6 +59,24 @@ class UpdateBatch:
     idle_forwards: int = 0
 
 # %% ../../nbs/07_training/03_update.ipynb #d60b1160
+def _split_into_batches(
+    segment: Tensor,  # (M,) chunk sample of each transition
+    image: Tensor,  # (M,) image of each transition
+    limit: int,  # transitions in one batch
+    sizes: Sequence[int | tuple[int, int]] | None,  # of every image; None: they are equal
+) -> list[Tensor]:  # positions in 0 ... M-1
+    """Split transitions into batches as `split_into_batches` does, each of images of one size."""
+    if sizes is None:
+        return split_into_batches(segment, limit)
+    size_of_transition = [sizes[b] for b in image.tolist()]
+    batches = []
+    for size in dict.fromkeys(size_of_transition):
+        positions = torch.tensor([i for i, own in enumerate(size_of_transition) if own == size])
+        _, local_segment = segment[positions].unique(return_inverse=True)
+        batches += [positions[batch] for batch in split_into_batches(local_segment, limit)]
+    return batches
+
+
 def build_update_batch(
     images: Tensor,  # (b,) positions of the update's images
     chosen: Tensor,  # (B, k) sampled chunks of every image of the iteration; negative: none
@@ -65,6 +84,8 @@ def build_update_batch(
     limit: int,  # transitions in one forward pass
     weights: Tensor | None = None,  # (T,) of each transition in the objective
     stochastic: Tensor | None = None,  # (n,), the steps in chunks; None: the first n
+    # of every image of the iteration; None: they are equal
+    sizes: Sequence[int | tuple[int, int]] | None = None,
 ) -> UpdateBatch:
     """Lay out the transitions of the update's sampled chunks flat, and cut them into batches."""
     image_chunks = chunks if isinstance(chunks, Chunks) else [chunks[b] for b in images.tolist()]
@@ -83,7 +104,7 @@ def build_update_batch(
         segment=segment,
         chunk=drawn[drawn >= 0],
         chunk_image=images[(drawn >= 0).nonzero()[:, 0]],
-        batches=split_into_batches(segment, limit),
+        batches=_split_into_batches(segment, images[sample], limit=limit, sizes=sizes),
         whole=fits_in_batch(segment, limit),
         weight=item_weight,
     )
@@ -99,6 +120,9 @@ def replay_transitions(
 ) -> tuple[tuple[Tensor, ...], Tensor | None]:
     """Return the result of the method's `replay`; raise InputError if its first result is malformed."""
     count = len(image)
+    sizes = context.trajectories.sizes
+    if sizes is not None:  # all transitions of a batch have one
+        context.policy.set_resolution(sizes[int(image[0])])
     with read_only(method, "replay", context.trajectories):
         replayed = method.replay(context, image, index, anchor)
     if not (isinstance(replayed, tuple) and len(replayed) == 2):
@@ -176,6 +200,28 @@ def check_statistic(
         check_floats(method=method, hook="statistic", value=value, shape=(count,), names="(m,)")
 
 # %% ../../nbs/07_training/03_update.ipynb #e91d279a
+def _join_batches(
+    parts: Sequence[Tensor],  # (m, ...) of each batch
+) -> Tensor:  # (M, ...)
+    """Join a statistic of several batches; one with the shape of latents of several sizes is filled up with zeros."""
+    if len({x.shape[1:] for x in parts}) > 1:
+        most = max(x.shape[1] for x in parts)
+        parts = [F.pad(x, (0, 0) * (x.ndim - 2) + (0, most - x.shape[1])) for x in parts]
+    return torch.cat(list(parts))
+
+
+def _without_filling(
+    old: Sequence[Tensor],  # (M, ...) transition statistics, maybe filled up with zeros
+    batch: Tensor,  # (m,) positions
+    new: Sequence[Tensor],  # (m, ...) transition statistics of the batch, not filled up
+) -> tuple[Tensor, ...]:
+    """Return the old statistics of a batch in the shapes of the new ones."""
+    before = [x[batch] for x in old]
+    return tuple(
+        x if x.shape == y.shape else x[:, : y.shape[1]] for x, y in zip(before, new, strict=True)
+    )
+
+
 def compute_transition_stats(
     context: ReplayContext,  # trajectories and the policy that replays them
     update_batch: UpdateBatch,  # M transitions of one update
@@ -201,7 +247,7 @@ def compute_transition_stats(
     # Drop the idle results, and undo the order of the batches.
     evidence_of_batches = evidence_of_batches[: len(update_batch.batches)]
     order = torch.cat(update_batch.batches).argsort().to(evidence_of_batches[0][0].device)
-    return tuple(torch.cat(x)[order] for x in zip(*evidence_of_batches, strict=True))
+    return tuple(_join_batches(x)[order] for x in zip(*evidence_of_batches, strict=True))
 
 # %% ../../nbs/07_training/03_update.ipynb #8bcdfa43
 def chunk_means(
@@ -287,6 +333,35 @@ def _transition_coefficients(
     return (slopes / (len(sizes) * sizes).reshape(-1, *trailing))[segment]
 
 
+def _statistics_of_update(
+    context: ReplayContext,  # trajectories and the policy that replays them
+    update_batch: UpdateBatch,  # M transitions of N chunk samples
+    method: Method,
+    # (M, ...) transition statistics before the first update; None: on-policy
+    old: tuple[Tensor, ...] | None,
+) -> Tensor:  # (M, ...)
+    """Compute the statistic of every transition of an update, without graph."""
+    if context.trajectories.sizes is None:
+        new = compute_transition_stats(context, update_batch, method)
+        return method.statistic(new, new if old is None else old)
+
+    # Statistics with the shape of latents have another one in each size, so compare batch by batch.
+    statistics = []
+    with torch.no_grad():
+        for batch in update_batch.batches:
+            new, _ = replay_transitions(
+                context=context,
+                method=method,
+                image=update_batch.image[batch],
+                index=update_batch.step[batch],
+                anchor=False,
+            )
+            before = new if old is None else _without_filling(old, batch, new)
+            statistics.append(method.statistic(new, before))
+    order = torch.cat(update_batch.batches).argsort().to(statistics[0].device)
+    return torch.cat(statistics)[order]
+
+
 def gradient_coefficients(
     context: ReplayContext,  # trajectories and the policy that replays them
     update_batch: UpdateBatch,  # M transitions of N chunk samples
@@ -312,8 +387,8 @@ def gradient_coefficients(
             shape = (len(adv), method.statistic_size) if method.statistic_size > 0 else (len(adv),)
             means = torch.zeros(shape, dtype=adv.dtype, device=adv.device)
         else:
-            new = compute_transition_stats(context, update_batch, method)
-            means = chunk_means(method.statistic(new, new if old is None else old), segment)
+            statistics = _statistics_of_update(context, update_batch, method=method, old=old)
+            means = chunk_means(statistics, segment)
         terms = ChunkTerms(statistic=means, advantage=adv, group=group, member=member)
         coefficient = _transition_coefficients(method, terms, segment=segment, weight=weight)
         return lambda part, statistic: coefficient[part]
@@ -492,7 +567,7 @@ def accumulate_gradients(
             if old is None:
                 before = tuple(x.detach() for x in new)
             else:
-                before = tuple(x[batch] for x in old)
+                before = _without_filling(old, batch, new)
             statistic = method.statistic(new, before)
             check_statistic(method, statistic, len(batch))
             if not statistic.requires_grad:
