@@ -4,11 +4,11 @@
 
 # %% auto #0
 __all__ = ['OURS', 'REWARD_LOADERS', 'EMBEDDING_REWARDS', 'REWARD_PLACES', 'TRACKERS', 'ALARMS', 'PRESETS_DIR', 'METHODS',
-           'RESUME_CHANGEABLE_FIELDS', 'image_size', 'format_resolution', 'reward_weights', 'evaluated_rewards',
-           'guidance_scales', 'uses_true_cfg', 'embedding_reward', 'named_code', 'resolve_code_files',
-           'module_search_path', 'import_callable', 'lr_schedule', 'method_label', 'Settings', 'list_presets',
-           'find_settings_file', 'read_settings_file', 'load_settings', 'dump_settings', 'diff_settings',
-           'check_resume', 'settings_table', 'check_processes']
+           'RESUME_CHANGEABLE_FIELDS', 'image_size', 'training_sizes', 'format_resolution', 'reward_weights',
+           'evaluated_rewards', 'guidance_scales', 'uses_true_cfg', 'embedding_reward', 'named_code',
+           'resolve_code_files', 'module_search_path', 'import_callable', 'lr_schedule', 'method_label', 'Settings',
+           'list_presets', 'find_settings_file', 'read_settings_file', 'load_settings', 'dump_settings',
+           'diff_settings', 'check_resume', 'settings_table', 'check_processes']
 
 # %% ../../nbs/02_core/04_settings.ipynb #77c2ca98
 import contextlib
@@ -55,6 +55,7 @@ _SIZE_WORDS = (
     "the side length of a square or [height, width], each a multiple of 16 from 16 to "
     f"{_LARGEST_SIDE}"
 )
+_SIZES_WORDS = f"{_SIZE_WORDS}; or a list of several [height, width]"
 
 
 def _check_resolution(value: Any) -> int | tuple[int, int]:
@@ -69,6 +70,24 @@ def _check_resolution(value: Any) -> int | tuple[int, int]:
     return height if height == width else (height, width)
 
 
+def _check_resolutions(value: Any) -> int | tuple:
+    """Return one size as `_check_resolution` does, or a tuple of several (height, width).
+
+    Raise ValueError for anything else.
+    """
+    is_list = isinstance(value, (list, tuple))
+    try:
+        if not (is_list and value and all(isinstance(size, (list, tuple)) for size in value)):
+            return _check_resolution(value)
+        sizes = [_check_resolution(size) for size in value]
+    except ValueError:
+        raise ValueError(f"be {_SIZES_WORDS}") from None
+    # A list of one size is that size.
+    if len(set(sizes)) == 1:
+        return sizes[0]
+    return tuple(map(image_size, sizes))
+
+
 def image_size(
     resolution: int | Sequence[int],  # side length of a square, or (height, width), in pixels
 ) -> tuple[int, int]:  # height and width, in pixels
@@ -79,15 +98,31 @@ def image_size(
     return height, width
 
 
+def training_sizes(
+    settings: "Settings",
+) -> tuple[int | tuple[int, int], ...]:  # each a side length, or (height, width), in pixels
+    """Return the sizes of the images in training, as `resolution` lists them."""
+    resolution: Any = settings.resolution
+    if isinstance(resolution, int) or isinstance(resolution[0], int):
+        return (resolution,)
+    return tuple(map(_check_resolution, resolution))
+
+
 def format_resolution(
-    resolution: int | Sequence[int],  # side length of a square, or (height, width), in pixels
-) -> str:  # "720 px", or "768 x 1024 px (height x width)"
+    resolution: int | Sequence,  # as the setting `resolution` has it
+) -> str:  # "720 px", "768 x 1024 px (height x width)", or several sizes
     """Return a `resolution` in words."""
+    if not isinstance(resolution, int) and not isinstance(resolution[0], int):
+        sizes = dict.fromkeys(f"{height} x {width}" for height, width in resolution)
+        return f"{', '.join(sizes)} px (height x width)"
     height, width = image_size(resolution)
     return f"{height} px" if height == width else f"{height} x {width} px (height x width)"
 
 
 _Resolution = Annotated[int | tuple[int, int], BeforeValidator(_check_resolution)]
+_Resolutions = Annotated[
+    int | tuple[int, int] | tuple[tuple[int, int], ...], BeforeValidator(_check_resolutions)
+]
 
 # %% ../../nbs/02_core/04_settings.ipynb #6d6d793d
 _TABLE_6 = "paper, Table 6"
@@ -126,13 +161,14 @@ class _DrawingSettings(BaseModel):
         _SETUP + ": HPDv2.1, not shipped",
         'Held-out prompts: "pocket:test", or a file as in `prompts`.',
     )
-    resolution: _Resolution = setting(
+    resolution: _Resolutions = setting(
         720,
         "pixels",
         _TABLE_6,
-        "Size of the images in training: the side length of a square, or [height, width].",
-        takes=_SIZE_WORDS,
-        le=None,  # `_check_resolution` checks the limits of both sides
+        "Size of the images in training: the side length of a square, or [height, width]; of a list of several [height, "
+        "width] each prompt of an iteration is drawn one.",
+        takes=_SIZES_WORDS,
+        le=None,  # `_check_resolutions` checks the limits of both sides
     )
     max_tokens: int = setting(
         512,
@@ -590,11 +626,12 @@ class _OptimizerSettings(BaseModel):
         OURS,
         "Compile the transformer's blocks (torch.compile): takes minutes at the start, makes forward passes faster.",
     )
-    attention: Literal["native", "flash", "cudnn", "efficient", "math"] = setting(
+    attention: _Text = setting(
         "native",
         "",
         OURS,
-        "Attention kernel: native: torch chooses; others: this kernel of torch.",
+        "Attention kernel, by its name in diffusers: native: torch chooses, but never cuDNN's; _native_flash, _native_math "
+        "and others: this kernel of torch; flash, xformers, _flash_3_hub and others: a kernel of another package.",
     )
 
 # %% ../../nbs/02_core/04_settings.ipynb #9cf054b6
@@ -1113,8 +1150,25 @@ def _check_learning_rates(settings: "Settings") -> None:
     )
 
 
+def _check_attention(settings: "Settings") -> None:
+    """Raise InputError unless diffusers has an attention backend of this name."""
+    if settings.attention == "native":
+        return
+    # Here, since it imports torch, which takes seconds.
+    from diffusers.models.attention_dispatch import AttentionBackendName
+
+    names = [backend.value for backend in AttentionBackendName]
+    _require(
+        settings,
+        "attention",
+        settings.attention in names,
+        f"be one of {', '.join(names)}",
+        value=_with_suggestion(settings.attention, names),
+    )
+
+
 def _check_choices(settings: "Settings") -> None:
-    """Raise InputError if two settings contradict each other; needs no import of torch."""
+    """Raise InputError if two settings contradict each other; imports torch only if `attention` is not native."""
     updates = settings.updates_per_iteration
     images = settings.images_per_prompt
     checkpoint_every = settings.checkpoint_every
@@ -1126,6 +1180,7 @@ def _check_choices(settings: "Settings") -> None:
         "each prompt",
     )
     _check_learning_rates(settings)
+    _check_attention(settings)
     _require(
         settings,
         "keep_every",
@@ -1151,6 +1206,21 @@ def _check_choices(settings: "Settings") -> None:
         "be empty without classifier-free guidance (`true_cfg_scale` and `eval_true_cfg_scale` 1)",
         value=repr(settings.negative_prompt[:80]),
     )
+    if len(training_sizes(settings)) > 1:
+        one_size = "with several sizes in `resolution`"
+        _require(
+            settings,
+            "compile",
+            not settings.compile,
+            f"be false {one_size}, each of which would be compiled for each batch size",
+            value="true",
+        )
+        _require(
+            settings,
+            "sharding",
+            settings.sharding == "none",
+            f"be none {one_size}, because processes that share weights make equally many forward passes",
+        )
     if settings.sharding != "none":
         _require(
             settings,

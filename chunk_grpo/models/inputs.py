@@ -8,10 +8,11 @@ __all__ = ['OTHER_FILES', 'MODEL_FOLDERS', 'FAMILIES', 'SCHEDULER', 'locate_mode
            'import_class', 'find_family', 'build_meta_network', 'check_network_weights', 'unknown_words', 'check_parts',
            'split_prompt_column', 'is_prompt_list', 'find_column', 'read_prompt_records', 'read_prompts',
            'read_prompts_with_records', 'hash_records', 'ImagePrompt', 'open_source_image', 'find_editing_pipeline',
-           'read_model_prompts', 'read_run_prompts', 'read_run_prompts_with_records', 'prompt_content',
-           'read_negative_prompts', 'run_negative_prompts', 'describe_prompts', 'write_prompts',
-           'sample_prompt_indices', 'space_positions_evenly', 'content_hashes', 'absolute_inputs', 'hash_prompts',
-           'model_stamp', 'input_records', 'find_changed_input']
+           'read_model_prompts', 'read_run_prompts', 'may_have_sizes', 'read_prompt_sizes',
+           'read_run_prompts_with_records', 'prompt_content', 'read_negative_prompts', 'run_negative_prompts',
+           'describe_prompts', 'write_prompts', 'sample_prompt_indices', 'space_positions_evenly',
+           'check_sizes_of_family', 'content_hashes', 'absolute_inputs', 'hash_prompts', 'model_stamp', 'input_records',
+           'find_changed_input']
 
 # %% ../../nbs/03_models/00_inputs.ipynb #05005ec1
 import contextlib
@@ -39,7 +40,13 @@ from .. import InputError
 from ..arguments import checked, some
 from ..arguments import path as path_type
 from ..core.files import atomic_write, sha256_of
-from ..core.settings import guidance_scales, uses_true_cfg
+from chunk_grpo.core.settings import (
+    format_resolution,
+    guidance_scales,
+    image_size,
+    training_sizes,
+    uses_true_cfg,
+)
 from ..core.validation import format_value, parse_yaml, read_yaml_file
 from ..pocket import POCKET_MODELS, pocket_model_path
 
@@ -870,6 +877,7 @@ _DRAWING_FIELDS = frozenset(
 
 
 _NEGATIVE_FIELD = "negativeprompt"  # in lower case and without punctuation
+_SIZE_FIELDS = ("resolution", "height", "width")
 _COMPARISON_FIELD = "human_preference"  # of HPDv2, one record per pair of images
 
 
@@ -911,6 +919,7 @@ def read_prompt_records(
     source: str,  # a file of one of the _PROMPT_FILES, also as FILE:COLUMN, or "pocket:train"
     field: str = "prompts",  # the setting's name, for the error's sentence
     negative_prompts: bool = True,  # allow records with a negative prompt
+    sizes: bool = False,  # allow records with a size of their images
     # per prompt its place, such as "line 2"; the prompt; the text or mapping that holds it
 ) -> list[tuple[str, str, Any]]:
     """Read a list of prompts, each with its place in the file and the whole record.
@@ -964,7 +973,11 @@ def read_prompt_records(
             )
         if isinstance(record, dict) and not column:
             _check_drawing_fields(
-                f"{field}: {place} of {source}", record, path, negative_prompts=negative_prompts
+                f"{field}: {place} of {source}",
+                record,
+                path,
+                negative_prompts=negative_prompts,
+                sizes=sizes,
             )
 
     # HPDv2 has a record per pair of images: keep the first record of each prompt.
@@ -1030,18 +1043,53 @@ def _normalize_field(name: object) -> str:
     return re.sub(r"[^a-z0-9]", "", str(name).lower())
 
 
+def _is_blank(value: Any) -> bool:  # value: of a record's field
+    """Return True for nothing, and for an empty text, list or mapping."""
+    return value is None or (isinstance(value, (str, list, dict)) and not str(value).strip(" []{}"))
+
+
+def _size_of_record(
+    place: str,  # setting, line and file, for the error's sentence
+    record: Mapping,  # with a prompt and more
+) -> tuple[int, int] | None:  # height and width in pixels; None: the record names no size
+    """Return the size of the images that a record asks for; raise InputError if it is no size."""
+    given = {}
+    for name, value in record.items():
+        if _normalize_field(name) in _SIZE_FIELDS and not _is_blank(value):
+            given[_normalize_field(name)] = value
+    if not given:
+        return None
+    if "resolution" in given:
+        sides = given["resolution"]
+    else:
+        sides = [given.get("height"), given.get("width")]
+    sides = list(sides) if isinstance(sides, (list, tuple)) else [sides, sides]
+    # A table with commas holds texts.
+    sides = [int(x) if isinstance(x, str) and x.strip().isdecimal() else x for x in sides]
+    is_size = len(sides) == 2 and all(type(side) is int and side > 0 for side in sides)
+    if not is_size or "resolution" in given and len(given) > 1:
+        raise InputError(
+            f"{place} must name the size of its images by a `resolution`, a side length or [height, width], or by a "
+            f"`height` and a `width`; got {format_value(given)}"
+        )
+    return sides[0], sides[1]
+
+
 def _check_drawing_fields(
     place: str,  # setting, line and file, for the error's sentence
     record: dict,  # with a prompt and more
     path: Path,  # of the file
     negative_prompts: bool,  # allow a negative prompt
+    sizes: bool,  # allow a size of the images
 ) -> None:
     """Raise InputError if a record requests that its prompt be sampled in another way."""
+    if sizes:
+        _size_of_record(place, record)
     for name, value in record.items():
         normalized = _normalize_field(name)
-        is_blank = value is None or (
-            isinstance(value, (str, list, dict)) and not str(value).strip(" []{}")
-        )
+        is_blank = _is_blank(value)
+        if sizes and normalized in _SIZE_FIELDS:
+            continue
         if normalized == _NEGATIVE_FIELD and negative_prompts:
             if not is_blank and not isinstance(value, str):
                 raise InputError(
@@ -1076,13 +1124,14 @@ def read_prompts_with_records(
     source: str,  # of prompts, as for `read_prompts`
     field: str = "prompts",  # the setting's name, for an error
     negative_prompts: bool = True,  # allow records with a negative prompt
+    sizes: bool = False,  # allow records with a size of their images
 ) -> tuple[list[str], list[dict]]:  # prompts, and the record of each
     """Read the prompts of a list with their records, which a reward may take.
 
     A record is the object, mapping or table row that holds the prompt, with all its fields; of a list of texts it is
     `{"prompt": text}`. Raise InputError as `read_prompt_records` does.
     """
-    entries = read_prompt_records(source, field, negative_prompts=negative_prompts)
+    entries = read_prompt_records(source, field, negative_prompts=negative_prompts, sizes=sizes)
     prompts = [prompt for _, prompt, _ in entries]
     records = [
         record if isinstance(record, dict) else {"prompt": prompt} for _, prompt, record in entries
@@ -1095,7 +1144,7 @@ def hash_records(
     field: str,  # name of the setting, for an error
 ) -> str:  # hex; empty if no record holds more than its prompt
     """Return the sha256 of the records of a list."""
-    prompts, records = read_prompts_with_records(source, field)
+    prompts, records = read_prompts_with_records(source, field, sizes=True)
     if all(
         list(record.values()) == [prompt] for prompt, record in zip(prompts, records, strict=True)
     ):
@@ -1253,12 +1302,13 @@ def read_model_prompts(
     model: str,  # that draws the prompts
     family: str = "",  # of the model, as for `check_pipeline_folder`
     negative_prompts: bool = True,  # allow records with a negative prompt
+    sizes: bool = False,  # allow records with a size of their images
 ) -> list[str]:  # of `ImagePrompt` if the model edits images
     """Read the prompts of a list, with their images if the model edits images.
 
     Raise InputError as `read_prompt_records` does, and if a prompt lacks an image that can be read.
     """
-    records = read_prompt_records(source, field, negative_prompts=negative_prompts)
+    records = read_prompt_records(source, field, negative_prompts=negative_prompts, sizes=sizes)
     pipeline = find_editing_pipeline(model, family)
     if not pipeline:
         return [prompt for _, prompt, _ in records]
@@ -1285,8 +1335,46 @@ def read_run_prompts(
 ) -> list[str]:  # of `ImagePrompt` if the model edits images
     """Read one of a run's lists as `read_model_prompts` does."""
     return read_model_prompts(
-        getattr(settings, field), field, settings.model, getattr(settings, "family", "")
+        getattr(settings, field),
+        field,
+        settings.model,
+        getattr(settings, "family", ""),
+        sizes=may_have_sizes(settings, field),
     )
+
+
+def may_have_sizes(
+    settings: Any,  # of a run; those of a list alone have no `resolution`
+    field: str,  # prompts or eval_prompts
+) -> bool:
+    """Return True if the records of a run's list may name the size of their images."""
+    has_sizes = hasattr(settings, "resolution") and len(training_sizes(settings)) > 1
+    return field == "prompts" and has_sizes
+
+
+def read_prompt_sizes(
+    settings: Any,
+) -> list[int | tuple[int, int] | None]:  # per prompt of `prompts`; None: it names no size
+    """Read the size that each record of a run's training prompts names.
+
+    Raise InputError if it is not one of `resolution`.
+    """
+    source = settings.prompts
+    is_column = bool(split_prompt_column(source)[1])  # only that column is read
+    if is_column or not may_have_sizes(settings, "prompts"):
+        return [None] * len(read_run_prompts(settings))
+    known = {image_size(size): size for size in training_sizes(settings)}
+    sizes: list[int | tuple[int, int] | None] = []
+    for place, _, record in read_prompt_records(source, "prompts", sizes=True):
+        place = f"prompts: {place} of {source}"
+        size = _size_of_record(place, record) if isinstance(record, dict) else None
+        if size is not None and size not in known:
+            raise InputError(
+                f"{place} must name one of the sizes in `resolution`, {format_resolution(settings.resolution)}; got "
+                f"{format_resolution(size)}"
+            )
+        sizes.append(None if size is None else known[size])
+    return sizes
 
 
 def read_run_prompts_with_records(
@@ -1294,7 +1382,9 @@ def read_run_prompts_with_records(
     field: str = "prompts",  # or eval_prompts
 ) -> tuple[list[str], list[dict]]:  # prompts as of `read_run_prompts`, and the record of each
     """Read one of a run's lists with the records of its prompts, which a reward may take."""
-    _, records = read_prompts_with_records(getattr(settings, field), field)
+    _, records = read_prompts_with_records(
+        getattr(settings, field), field, sizes=may_have_sizes(settings, field)
+    )
     return read_run_prompts(settings, field), records
 
 
@@ -1318,8 +1408,9 @@ def read_negative_prompts(
     if split_prompt_column(source)[1]:  # only that column is read
         return {}
     negatives: dict[str, str] = {}
-    prompts = read_model_prompts(source, field, model, family)
-    for prompt, entry in zip(prompts, read_prompt_records(source, field), strict=True):
+    prompts = read_model_prompts(source, field, model, family, sizes=True)
+    entries = read_prompt_records(source, field, sizes=True)
+    for prompt, entry in zip(prompts, entries, strict=True):
         place, _, record = entry
         if not isinstance(record, dict):
             continue
@@ -1391,13 +1482,14 @@ def describe_prompts(
     field: str = "prompts",  # name of the setting that holds the source
     model: str = "pocket",  # that draws them
     family: str = "",  # of the model, as for `check_pipeline_folder`
+    sizes: bool = True,  # allow records with a size of their images
 ) -> str:
     """Return a line with the number of prompts, the first two, and how many are repeated.
 
     If the model edits images, the line also says how many of theirs are not square. It counts the
-    prompts with a negative prompt of their own.
+    prompts with a negative prompt of their own, and those whose records name the size of their images.
     """
-    prompts = read_model_prompts(source, field, model, family)
+    prompts = read_model_prompts(source, field, model, family, sizes=sizes)
     shortened = [text if len(text) <= 60 else f"{text[:57]}..." for text in prompts[:2]]
     first = " and ".join(repr(text) for text in shortened)
     repeated = len(prompts) - len(set(prompts))
@@ -1409,7 +1501,19 @@ def describe_prompts(
         shapes = f"{cropped:,} of them cropped to their middle square" if cropped else "all square"
         line = f"{line}; each edits an image, {shapes}"
     negatives = read_negative_prompts(source, field, model, family)
-    return f"{line}, {len(negatives):,} with a negative prompt" if negatives else line
+    if negatives:
+        line = f"{line}, {len(negatives):,} with a negative prompt"
+    if split_prompt_column(source)[1]:  # only that column is read
+        return line
+    records = read_prompt_records(source, field, sizes=sizes)
+    sized = [
+        record
+        for place, _, record in records
+        if isinstance(record, dict) and _size_of_record(place, record)
+    ]
+    if sized:
+        line = f"{line}, {len(sized):,} with a size, which must be one of several in `resolution`"
+    return line
 
 # %% ../../nbs/03_models/00_inputs.ipynb #6acfbc8e
 def _are_entries(prompts: Any) -> bool:
@@ -1444,7 +1548,10 @@ def write_prompts(
             raise InputError(
                 f"`prompts` must hold texts of 1 to {_LONGEST_PROMPT} characters; entry {number} has {len(prompt)}"
             )
-        _check_drawing_fields(f"`prompts`: entry {number}", record, file, negative_prompts=True)
+        # Whether a size is one of the run's, the run checks.
+        _check_drawing_fields(
+            f"`prompts`: entry {number}", record, file, negative_prompts=True, sizes=True
+        )
         for name, value in record.items():
             try:
                 json.dumps({name: value}, allow_nan=False)
@@ -1499,6 +1606,18 @@ def _hash_lists(settings: Any) -> str:  # hex
     return hashlib.sha256(json.dumps(contents).encode()).hexdigest()
 
 
+def check_sizes_of_family(
+    settings: Any,
+    family: Any,  # class of the model's family
+) -> None:
+    """Raise InputError if `resolution` has several sizes and the model edits images."""
+    if family.edits_images and len(training_sizes(settings)) > 1:
+        raise InputError(
+            f"`resolution` must be one size with {family.pipeline}, which edits images; got "
+            f"{format_resolution(settings.resolution)}"
+        )
+
+
 def content_hashes(
     settings: Any,
 ) -> dict[str, str]:  # keys model_sha256, prompts_sha256, and records_sha256 if there are records
@@ -1507,11 +1626,13 @@ def content_hashes(
     Raise InputError if one is missing or damaged, or the list of prompts is too short.
     """
     prompts = read_run_prompts(settings)
+    read_prompt_sizes(settings)
     lists_sha256 = _hash_lists(settings)
     run_negative_prompts(settings)
     sample_prompt_indices(len(prompts), settings.prompts_per_iteration, settings.seed, 0)
     model = locate_model(settings.model)
     family = find_family(check_pipeline_folder(model, settings.family))
+    check_sizes_of_family(settings, family)
     for _, scale in guidance_scales(settings):
         family.check_guidance(read_model_json(model, "model_index.json"), scale)
     check_scheduler(model, settings.eval_steps)

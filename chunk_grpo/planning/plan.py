@@ -50,6 +50,7 @@ from chunk_grpo.core.settings import (
     guidance_scales,
     image_size,
     list_presets,
+    training_sizes,
     uses_true_cfg,
 )
 from ..core.settings import load_settings, named_code, reward_weights
@@ -59,6 +60,7 @@ from chunk_grpo.models.inputs import (
     build_meta_network,
     check_own_family,
     check_pipeline_folder,
+    check_sizes_of_family,
     find_family,
     import_class,
 )
@@ -66,6 +68,7 @@ from chunk_grpo.models.inputs import (
     describe_prompts,
     is_prompt_list,
     locate_model,
+    may_have_sizes,
     read_model_json,
     read_run_prompts,
     run_negative_prompts,
@@ -220,9 +223,8 @@ def check_forward(
     """
     config = find_model_config(model, settings.family)
     if config and find_family(config.pipeline).__module__.startswith("chunk_grpo."):
-        _meta_forward(
-            config, meta_policy(config, settings.resolution, settings.max_tokens, settings.dtype)
-        )
+        for size in dict.fromkeys(training_sizes(settings)):
+            _meta_forward(config, meta_policy(config, size, settings.max_tokens, settings.dtype))
 
 
 def _blocks(net: nn.Module) -> list[nn.Module]:
@@ -288,6 +290,20 @@ def latent_numel(
     return meta_policy(config, resolution, 16).noise(torch.Generator()).numel()
 
 
+def _largest_size(settings: Settings) -> int | tuple[int, int]:
+    """Return the size of training with the most pixels, which decides about memory."""
+    return max(training_sizes(settings), key=lambda size: math.prod(image_size(size)))
+
+
+def _typical_size(settings: Settings) -> int | tuple[int, int]:
+    """Return the size of training whose number of pixels is nearest to the mean."""
+    sizes = training_sizes(settings)
+    pixels = [math.prod(image_size(size)) for size in sizes]
+    mean = sum(pixels) / len(pixels)
+    nearest = min(range(len(sizes)), key=lambda i: abs(pixels[i] - mean))
+    return sizes[nearest]
+
+
 @functools.cache
 def _source_image_numel(
     config: ModelConfig,  # of a model that edits images
@@ -308,7 +324,7 @@ def prompt_embeds_bytes(config: ModelConfig, settings: Settings) -> int:
     tokens = settings.max_tokens + config.extra_tokens
     values = tokens * sizes["token"] + sizes["pooled"]
     if find_family(config.pipeline).edits_images:
-        values += _source_image_numel(config, settings.resolution)
+        values += _source_image_numel(config, _largest_size(settings))
     return values * TORCH_DTYPES[settings.dtype].itemsize
 
 # %% ../../nbs/06_planning/00_plan.ipynb #dev0012
@@ -409,6 +425,16 @@ def forward_flops(
         with _run_two_per_kind(policy.transformer, counter.get_total_flops) as (skipped, _):
             _meta_forward(config, policy)
     return counter.get_total_flops() + sum(skipped)
+
+
+def _mean_forward_flops(
+    config: ModelConfig,  # of the model's networks
+    sizes: Sequence[int | tuple[int, int]],  # with equal chances
+    max_tokens: int,  # of a prompt
+) -> float:
+    """Return the mean operations of a forward pass over the sizes of images."""
+    flops = [forward_flops(config, size, max_tokens) for size in sizes]
+    return flops[0] if len(flops) == 1 else sum(flops) / len(flops)
 
 # %% ../../nbs/06_planning/00_plan.ipynb #1ffd9a9c
 # operations that autocast computes in the format of the forward pass
@@ -541,7 +567,7 @@ def _batch_activation_bytes(
     targets = tuple(settings.lora_targets) if settings.lora_rank else ()
     fixed, row = _counted_bytes(
         config=config,
-        resolution=settings.resolution,
+        resolution=_largest_size(settings),
         max_tokens=settings.max_tokens,
         dtype=settings.dtype,
         rank=settings.lora_rank,
@@ -795,7 +821,7 @@ def iteration_flops(
     counts: IterationCounts | None = None,  # None: those of `iteration_counts`
 ) -> dict[str, float]:  # by phase
     """Return the operations of an iteration by phase, in all processes together."""
-    forward = forward_flops(config, settings.resolution, settings.max_tokens) * (
+    forward = _mean_forward_flops(config, training_sizes(settings), settings.max_tokens) * (
         1 + (settings.true_cfg_scale > 1)
     )
     counts = counts or iteration_counts(settings)
@@ -818,18 +844,18 @@ def _is_list_here(source: str) -> bool:
     return source.startswith("pocket:") or is_prompt_list(split_prompt_column(source)[0])
 
 
-def _evaluation_forwards(settings: Settings) -> dict[str, tuple[int, int, int]]:
+def _evaluation_forwards(settings: Settings) -> dict[str, tuple[int, int, tuple]]:
     """Return what the evaluation after a run samples, with the ODE and as in training.
 
-    The values are arms, forward passes per image, and the images' resolution.
+    The values are arms, forward passes per image, and the images' sizes.
     """
     (_, training_scale), (_, evaluation_scale) = guidance_scales(settings)
     ode_arms = 2 + (0 < settings.hybrid_split < settings.eval_steps)
     ode_passes = settings.eval_steps * (1 + (evaluation_scale > 1))
     sde_passes = settings.steps * (1 + (training_scale > 1))
     return {
-        "ODE": (ode_arms, ode_passes, settings.eval_resolution),
-        "as trained": (2, sde_passes, settings.resolution),
+        "ODE": (ode_arms, ode_passes, (settings.eval_resolution,)),
+        "as trained": (2, sde_passes, training_sizes(settings)),
     }
 
 
@@ -848,8 +874,8 @@ def _evaluation_flops(settings: Settings, config: ModelConfig) -> tuple[float, i
     prompts = len(held_out_prompts(settings)) or 1  # 1: their file does not exist here
     images = prompts * settings.eval_images
     last = sum(
-        images * arms * forwards * forward_flops(config, pixels, settings.max_tokens)
-        for arms, forwards, pixels in _evaluation_forwards(settings).values()
+        images * arms * forwards * _mean_forward_flops(config, sizes, settings.max_tokens)
+        for arms, forwards, sizes in _evaluation_forwards(settings).values()
     )
     return (
         settings.eval_count * settings.eval_images * arms * settings.eval_steps * forward,
@@ -860,9 +886,9 @@ def _evaluation_flops(settings: Settings, config: ModelConfig) -> tuple[float, i
 # %% ../../nbs/06_planning/00_plan.ipynb #dc91178f
 def _trajectory_bytes(settings: Settings, config: ModelConfig) -> int:
     """Return the bytes of an iteration's trajectories, in all processes together."""
-    latent_bytes = (
-        latent_numel(config, settings.resolution) * TORCH_DTYPES[settings.latents_dtype].itemsize
-    )
+    # Latents of smaller images are filled up to the largest.
+    numel = latent_numel(config, _largest_size(settings))
+    latent_bytes = numel * TORCH_DTYPES[settings.latents_dtype].itemsize
     return _images(settings) * (settings.steps + 1) * latent_bytes
 
 
@@ -935,9 +961,10 @@ def _peak_memory(
     """
     evaluated = settings.eval_count * settings.eval_images
     batches = [
-        (settings.resolution, min(settings.rollout_batch, _images(settings))),
-        (settings.eval_resolution, min(settings.rollout_batch, evaluated)),
+        (size, min(settings.rollout_batch, _images(settings)))
+        for size in dict.fromkeys(training_sizes(settings))
     ]
+    batches.append((settings.eval_resolution, min(settings.rollout_batch, evaluated)))
     parts = training_memory(settings, config, processes) | {
         "autoencoder": model_sizes(config)["vae"] * TORCH_DTYPES[settings.dtype].itemsize,
         "rewards": 0,
@@ -1087,10 +1114,11 @@ def _phase_shares(
     share: float | None = None,  # of the device's rate; None: measured or assumed
 ) -> dict[str, RateShare]:  # by phase
     """Return the share of the device's rate that each phase of a run reaches."""
+    size = _typical_size(settings)
     phases = {
-        "rollout": ("forward", settings.resolution),
-        "baseline": ("forward", settings.resolution),
-        "update": ("update", settings.resolution),
+        "rollout": ("forward", size),
+        "baseline": ("forward", size),
+        "update": ("update", size),
         "evaluation": ("forward", settings.eval_resolution),
     }
     if share is not None:
@@ -1203,7 +1231,7 @@ def run_disk_bytes(
     images = settings.eval_images * held_out
     pixels = (
         math.prod(image_size(settings.eval_resolution)) * (8 * evaluations + 3 * images)
-        + math.prod(image_size(settings.resolution)) * 2 * images
+        + math.prod(image_size(_largest_size(settings))) * 2 * images
     )
     encoded = _encoded_prompts(settings, config, max(0, held_out - settings.eval_count))
     return {
@@ -1383,7 +1411,13 @@ def _describe_list(
     source = getattr(settings, field)
     if not _is_list_here(source):
         return f"{source} is not here"
-    return describe_prompts(source, field, settings.model, settings.family)
+    return describe_prompts(
+        source,
+        field,
+        settings.model,
+        settings.family,
+        sizes=may_have_sizes(settings, field),
+    )
 
 
 def describe_counts(
@@ -1452,9 +1486,11 @@ def describe_counts(
     images_per_arm = (prompts or 1) * settings.eval_images
     arms = sum(n for n, _, _ in draws.values())
     forwards = {kind: images_per_arm * n * steps for kind, (n, steps, _) in draws.items()}
-    parts = ", ".join(
-        f"{forwards[kind]:,} {kind} at {pixels} px" for kind, (_, _, pixels) in draws.items()
-    )
+    pixels = {
+        kind: f"{sizes[0]} px" if len(sizes) == 1 else format_resolution(settings.resolution)
+        for kind, (_, _, sizes) in draws.items()
+    }
+    parts = ", ".join(f"{forwards[kind]:,} {kind} at {pixels[kind]}" for kind in draws)
     what = f"{prompts:,} prompts" if prompts else "each prompt (their file is not here)"
     rows.append(
         (
@@ -1669,6 +1705,7 @@ def estimate_numbers(
     config = find_model_config(settings.model, settings.family)
     if config is None:
         return out | dict.fromkeys(("parameters", "flops", "memory_bytes", "least_seconds"))
+    check_sizes_of_family(settings, find_family(config.pipeline))
     settings = fit_update_batch(config, settings)
     speed = rate * processes
     # Without given counts, these are of the fitted update batch.
@@ -1720,10 +1757,12 @@ def describe_estimates(
     if settings.lora_rank:
         layers = _describe_adapted_layers(config, settings.lora_rank, settings.lora_targets)
         rows.append(("adapted layers", layers))
-    forward = _amount(forward_flops(config, settings.resolution, settings.max_tokens), "FLOP")
+    sizes = training_sizes(settings)
+    forward = _amount(_mean_forward_flops(config, sizes, settings.max_tokens), "FLOP")
+    mean_of = "at" if len(sizes) == 1 else "in the mean of"
     phases = [f"{phase} {_amount(flops, 'FLOP')}" for phase, flops in numbers["flops"].items()]
     rows += [
-        ("one forward", f"{forward} at {format_resolution(settings.resolution)}"),
+        ("one forward", f"{forward} {mean_of} {format_resolution(settings.resolution)}"),
         ("arithmetic an iteration", ", ".join(phases)),
         (
             "arithmetic an evaluation",

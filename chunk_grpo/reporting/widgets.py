@@ -9,6 +9,7 @@ __all__ = ['TRAJECTORY_VIEWS', 'move_boundary', 'chunk_weight_rows', 'SnapshotBo
 # %% ../../nbs/12_reporting/03_widgets.ipynb #41644253
 import base64
 import html as markup
+import importlib.util
 import io
 import re
 import sys
@@ -332,7 +333,15 @@ def lab_command(
     file: Path,  # a notebook
     options: Sequence[str] = (),  # for JupyterLab, such as --no-browser
 ) -> list[str]:
-    """Return the command that opens JupyterLab on a notebook, and imports nothing from the working folder."""
+    """Return the command that opens JupyterLab on a notebook, and imports nothing from the working folder.
+
+    Raise InputError if JupyterLab is not installed: GPU hosts often do without it.
+    """
+    if importlib.util.find_spec("jupyterlab") is None:
+        raise InputError(
+            "`chunk-grpo lab` needs JupyterLab: pip install 'chunk-grpo[lab]', "
+            f"or open {file} in another notebook program"
+        )
     root = f"--ServerApp.root_dir={file.resolve().parent}"
     url = f"--LabApp.default_url=/lab/tree/{quote(file.name)}"
     return [sys.executable, "-P", "-m", "jupyterlab", root, url, *options]

@@ -38,6 +38,7 @@ from ..method.chunks import Chunks
 from ..method.sampler import Sampler
 from ..models import adapters, prompt_embeds, trainable
 from chunk_grpo.models.inputs import (
+    read_prompt_sizes,
     read_run_prompts_with_records,
     run_negative_prompts,
     sample_prompt_indices,
@@ -67,6 +68,7 @@ from chunk_grpo.training.rollout import (
     RolloutOptions,
     Trajectories,
     complete_states,
+    draw_size,
     sample_trajectories,
     sde_batches,
 )
@@ -97,6 +99,8 @@ class TrainingState:
     run_id: str = ""  # of run.json, if there is one
     records: Sequence[Mapping] = ()  # of `prompts`, one each
     held_out_records: Sequence[Mapping] = ()  # of `held_out`, one each
+    # of `prompts`, one each: the size that the record names; None: it names none
+    own_sizes: Sequence[int | tuple[int, int] | None] = ()
     # scores images while the policy samples the next
     executor: ThreadPoolExecutor = field(default_factory=scoring_thread)
     limit: int = 0  # transitions in one forward pass of an update
@@ -120,19 +124,61 @@ class TrainingState:
         """Return what a checkpoint must share with the run that resumes from it."""
         return {"run_id": self.run_id, "settings": self.settings.model_dump(mode="json")}
 
-    def local_prompts(
+    def prompts_of_all(
         self,
         iteration: int,  # 0, 1, ...
-    ) -> list[int]:  # positions in the list of prompts
-        """Return this process's prompts of an iteration."""
+    ) -> list[int]:  # positions in the list of prompts, process by process
+        """Return the prompts of an iteration; in the share of each process, those of one size stand side by side."""
         ids = sample_prompt_indices(
             total=len(self.prompts),
             count=self.settings.prompts_per_iteration,
             seed=self.settings.seed,
             iteration=iteration,
         )
+        sizes = list(dict.fromkeys(setting.training_sizes(self.settings)))
+        if len(sizes) == 1:
+            return ids
+        share = len(ids) // self.accelerator.num_processes
+        ordered = []
+        for low in range(0, len(ids), share):
+            ordered += sorted(
+                ids[low : low + share], key=lambda p: sizes.index(self.size_of(iteration, p))
+            )
+        return ordered
+
+    def local_prompts(
+        self,
+        iteration: int,  # 0, 1, ...
+    ) -> list[int]:  # positions in the list of prompts
+        """Return this process's prompts of an iteration."""
+        ids = self.prompts_of_all(iteration)
         share = len(ids) // self.accelerator.num_processes
         return ids[self.accelerator.process_index * share :][:share]
+
+    def size_of(
+        self,
+        iteration: int,  # 0, 1, ...
+        prompt: int,  # position in the list of prompts
+    ) -> int | tuple[int, int]:  # side length or (height, width), pixels
+        """Return the size at which an iteration samples the images of a prompt."""
+        own = self.own_sizes[prompt] if self.own_sizes else None
+        if own is not None:
+            return own
+        return draw_size(
+            setting.training_sizes(self.settings),
+            seed=self.settings.seed,
+            iteration=iteration,
+            prompt=prompt,
+        )
+
+    def sizes_of(
+        self,
+        keys: Sequence[ImageKey],  # of images
+    ) -> list[int | tuple[int, int]] | None:  # None: all images of the run have one size
+        """Return the size of each image of an iteration if the run has several."""
+        if len(setting.training_sizes(self.settings)) == 1:
+            return None
+        return [self.size_of(key.iteration, key.prompt) for key in keys]
 
     def held_out_images(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
         """Return the images of an evaluation as (prompt's position, image's number): all, and those of this process.
@@ -257,6 +303,7 @@ def prepare_state(
         run_id=run_id,
         records=records,
         held_out_records=held_out_records,
+        own_sizes=read_prompt_sizes(settings),
     )
 
 # %% ../../nbs/07_training/04_iteration.ipynb #cfd5593f
@@ -267,12 +314,13 @@ def _encode_needed_prompts(
     """Encode every prompt that this process needs and that is not stored yet."""
     settings = state.settings
     training, evaluation = setting.guidance_scales(settings)
-    groups = [(settings.resolution, [evaluation, training], state.needed_prompts())]
+    size = setting.training_sizes(settings)[0]
+    groups = [(size, [evaluation, training], state.needed_prompts())]
     # The image of a prompt gets the size of the images that are sampled, so its latents depend on that.
-    if policy.edits_images and settings.eval_resolution != settings.resolution:
+    if policy.edits_images and settings.eval_resolution != size:
         groups = [
             (settings.eval_resolution, [evaluation], state.evaluated_prompts()),
-            (settings.resolution, [training], state.sampled_prompts()),
+            (size, [training], state.sampled_prompts()),
         ]
     with prompt_embeds.lazy_prompt_encoder(policy) as encode:
         for resolution, guidance, prompts in groups:
@@ -290,8 +338,8 @@ def load_policy_and_optimizer(
 ) -> TrainingState:  # the same, with policy and optimizer
     """Load the policy, free its weights, encode the prompts, make the optimizer."""
     settings = state.settings
+    sizes = setting.training_sizes(settings)
     names = (
-        "resolution",
         "max_tokens",
         "guidance",
         "true_cfg_scale",
@@ -311,15 +359,16 @@ def load_policy_and_optimizer(
     policy = trainable.load_trainable_policy(
         settings.model,
         **{name: getattr(settings, name) for name in names},
+        resolution=sizes[0],
         device=state.accelerator.device,
     )
     adapters.load_start(policy, settings, state.run)
     policy.truncate_timesteps = settings.truncate_timesteps
     policy.negative_prompt = settings.negative_prompt
     policy.negative_prompts = run_negative_prompts(settings)
-    policy.set_resolution(settings.eval_resolution).set_resolution(
-        settings.resolution
-    )  # what cannot be packed is said now
+    # A size that cannot be packed is an error now. Between iterations the policy has the first size.
+    for size in (settings.eval_resolution, *reversed(sizes)):
+        policy.set_resolution(size)
     _encode_needed_prompts(state, policy)
     state.accelerator.wait_for_everyone()
     if state.accelerator.is_local_main_process:
@@ -364,16 +413,13 @@ def rollout_options(
 
 
 @torch.no_grad()
-def _score_completions(
+def _score_completions_of_one_size(
     state: TrainingState,
     context: ReplayContext,  # trajectories of this iteration
-    levels: Tensor,  # (n + 1,) long, positions in the grid; the states are those at the first
-) -> dict[str, Tensor]:  # raw scores (B,) by reward
-    """Complete the states at the first of the levels by the ODE, and score the images.
-
-    If all images of a group are in one state, it is completed once and its score is repeated. A reward that compares
-    the images of a group gets as many copies of the image.
-    """
+    levels: Tensor,  # (n + 1,) long, positions in the grid
+    image: Tensor,  # (b,) long, images of one size, whole groups
+) -> dict[str, Tensor]:  # raw scores (b,) by reward
+    """Complete the states of some images, and score the results."""
     start = int(levels[0])
     paths = context.trajectories
     policy = state.policy
@@ -382,14 +428,13 @@ def _score_completions(
     images_per_state = 1
     if is_one_state(state.settings, paths.sampler, start):
         images_per_state = state.settings.images_per_prompt
-    current = paths.latents[:, start].float()
-    first = torch.arange(0, len(paths.keys), images_per_state)
-    numbers = [key.prompt for key in paths.keys]  # of each image's prompt
+    first = image[::images_per_state]
+    numbers = [paths.keys[i].prompt for i in image.tolist()]  # of each image's prompt
 
     final = complete_states(
         policy=policy,
         conditioning=context.rows(first),
-        latents=current[first],
+        latents=paths.latents_at(first, start).float(),
         options=rollout_options(state, paths.sampler),
         levels=levels,
     )
@@ -415,6 +460,26 @@ def _score_completions(
         )
         scores[name] = raw.repeat_interleave(repeats)
     return scores
+
+
+def _score_completions(
+    state: TrainingState,
+    context: ReplayContext,  # trajectories of this iteration
+    levels: Tensor,  # (n + 1,) long, positions in the grid; the states are those at the first
+) -> dict[str, Tensor]:  # raw scores (B,) by reward
+    """Complete the states at the first of the levels by the ODE, and score the images.
+
+    If all images of a group are in one state, it is completed once and its score is repeated. A reward that compares
+    the images of a group gets as many copies of the image.
+    """
+    paths = context.trajectories
+    of_sizes = []
+    for images in paths.slices_of_one_size:
+        if paths.sizes is not None:
+            state.policy.set_resolution(paths.sizes[images.start])
+        image = torch.arange(len(paths.keys))[images]
+        of_sizes.append(_score_completions_of_one_size(state, context, levels=levels, image=image))
+    return {name: torch.cat([scores[name] for scores in of_sizes]) for name in of_sizes[0]}
 
 
 def chunk_gains(
@@ -573,6 +638,7 @@ def _begin_groups(
         prompts=[state.prompts[p] for p in numbers],
         records=state.records_of(numbers),
         groups=row.tolist(),
+        sizes=state.sizes_of(keys),
     )
     return prompt_ids, keys, row, streaming_scores
 
@@ -654,6 +720,7 @@ def sample_groups(state: TrainingState) -> Rollout:
                 keys=keys,
                 options=rollout_options(state, method.sampler(state.iteration)),
                 on_batch=ready,
+                sizes=state.sizes_of(keys),
             )
 
     # Wait for the last scores; those of earlier batches came during the rollout.
@@ -701,6 +768,7 @@ def score_base(
         prompt_index=row,
         keys=keys,
         options=rollout_options(state, context.trajectories.sampler),
+        sizes=state.sizes_of(keys),
     )
     # The generator samples while it is read, so it must be read with the base's weights.
     with trainable.base_weights(state.policy):
@@ -726,6 +794,8 @@ def measure_profile(
             1, begin, distance
         )
     state.profile = distance.mean(0)
+    # Images of several sizes have no number in common.
+    numel = {} if paths.sizes is not None else {"latent_numel": paths.latents[0, 0].numel()}
     return {
         "kind": "l1",
         "sampler": settings.sampler,
@@ -735,7 +805,7 @@ def measure_profile(
         "mean": state.profile.tolist(),
         "std": distance.std(0).tolist(),
         "trajectories": len(distance),
-        "latent_numel": paths.latents[0, 0].numel(),
+        **numel,
     }
 
 # %% ../../nbs/07_training/04_iteration.ipynb #0f1e8709
@@ -919,6 +989,7 @@ def build_update_batches(
                 limit=state.limit,
                 weights=weights,
                 stochastic=trainable_steps,
+                sizes=paths.sizes,
             )
         )
         # Images that are left out count in the mean all the same.
@@ -1058,4 +1129,8 @@ def update_policy(
         norms.append(step_optimizer(state))
 
     _update_copies(state)
+    # Between iterations the policy has the first size.
+    sizes = setting.training_sizes(settings)
+    if len(sizes) > 1:
+        state.policy.set_resolution(sizes[0])
     return Update(batches=update_batches, stats=stats, norms=norms, floors=floors)

@@ -51,12 +51,8 @@ def _sample_chunks_image_by_image(
 ) -> Tensor:  # (B, k) long, sorted; -1 behind the last of an image that trains fewer
     """Draw the chunks of images whose trajectories have different chunks."""
     rows = []
-    single_images = [
-        replace(paths, latents=paths.latents[b : b + 1], keys=[key])
-        for b, key in enumerate(paths.keys)
-    ]
-    for image_paths, image_chunks in zip(single_images, chunks, strict=True):
-        rows.append(sample_chunks(image_paths, image_chunks, *options)[0])
+    for image, image_chunks in enumerate(chunks):
+        rows.append(sample_chunks(paths.of_image(image), image_chunks, *options)[0])
     return pad_sequence(rows, batch_first=True, padding_value=-1)
 
 
@@ -816,10 +812,10 @@ class Method:
         index: Tensor,  # (m,), its step in the trajectory
     ) -> tuple[Tensor, Tensor]:  # (m, S, C) each
         """Return the latents at which the velocity is computed, and the target it is judged by: x_i and x_{i+1}."""
-        path = context.trajectories.latents
+        paths = context.trajectories
         device = context.policy.device
-        current = path[image, index].float().to(device)
-        following = path[image, index + 1].float().to(device)
+        current = paths.latents_at(image, index).float().to(device)
+        following = paths.latents_at(image, index + 1).float().to(device)
         return current, following
 
     def transition_stats(
