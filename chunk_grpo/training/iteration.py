@@ -6,8 +6,8 @@
 __all__ = ['TrainingState', 'make_accelerator', 'prepare_state', 'load_policy_and_optimizer', 'rollout_options', 'chunk_gains',
            'compare_groups', 'count_seconds', 'Rollout', 'sample_groups', 'score_base', 'measure_profile',
            'measure_ratio_floor', 'is_integer_tensor', 'check_partition', 'check_selected_chunks',
-           'build_update_batches', 'check_weights_have_gradients', 'scheduled_learning_rate', 'step_optimizer',
-           'Update', 'update_policy']
+           'build_update_batches', 'check_weights_have_gradients', 'scheduled_learning_rate',
+           'average_adapter_gradients', 'step_optimizer', 'Update', 'update_policy']
 
 # %% ../../nbs/07_training/04_iteration.ipynb #672b8d58
 import contextlib
