@@ -2666,6 +2666,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                  'chunk_grpo/training/iteration.py'),
                                                'chunk_grpo.training.iteration._weigh_by_distance': ( '07_training/iteration.html#_weigh_by_distance',
                                                                                                      'chunk_grpo/training/iteration.py'),
+                                               'chunk_grpo.training.iteration.average_adapter_gradients': ( '07_training/iteration.html#average_adapter_gradients',
+                                                                                                            'chunk_grpo/training/iteration.py'),
                                                'chunk_grpo.training.iteration.build_update_batches': ( '07_training/iteration.html#build_update_batches',
                                                                                                        'chunk_grpo/training/iteration.py'),
                                                'chunk_grpo.training.iteration.check_partition': ( '07_training/iteration.html#check_partition',

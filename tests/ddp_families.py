@@ -2,27 +2,31 @@
 
 import json
 import sys
+from types import SimpleNamespace
 
 import torch
 from accelerate import Accelerator
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from chunk_grpo.core.settings import Settings
 from chunk_grpo.method.chunks import chunks_from_setting
 from chunk_grpo.method.sampler import Sampler
 from chunk_grpo.models import policy, trainable
-from chunk_grpo.training.iteration import check_weights_have_gradients
+from chunk_grpo.training.iteration import average_adapter_gradients, check_weights_have_gradients
 from chunk_grpo.training.methods import Method, ReplayContext, sample_chunks
 from chunk_grpo.training.rollout import RolloutOptions, sample_trajectories
 from chunk_grpo.training.update import accumulate_gradients, build_update_batch
 
 SIDE, TOKENS = 64, 16
+WAYS = ("full", "lora", "sharded lora")
 PROMPTS = ["a red star", "two cats left of three dogs, a photo of the green square"]
 
 
-def prepare(model, accelerator):
+def prepare(model, accelerator, sharded):
     """The policy within its wrapper, and as much work as an update has, a prompt a process."""
-    model.module = accelerator.prepare(model.transformer)
+    if not sharded:
+        model.module = accelerator.prepare(model.transformer)
     rank = accelerator.process_index
     grid = policy.sigmas(4, 3.0)
     keys = [(0, 0, rank, g) for g in range(2)]
@@ -39,9 +43,13 @@ def prepare(model, accelerator):
     return ReplayContext(model, rows, paths), work
 
 
-def updates(model, accelerator):
-    """The gradients of two updates on the same weights: several forwards, of which the last shares them out."""
-    context, work = prepare(model, accelerator)
+def updates(model, accelerator, sharded):
+    """Latents, and the gradients of two updates on the same weights: several forwards, of which the last shares them out."""
+    context, work = prepare(model, accelerator, sharded)
+
+    def sync(last):
+        return torch.enable_grad() if last or sharded else accelerator.no_sync(model.module)
+
     found = []
     for _ in range(2):
         model.transformer.zero_grad()
@@ -51,11 +59,22 @@ def updates(model, accelerator):
             torch.tensor([1.0, -1.0]),
             Method(Settings(clip_range=1.0)),
             backward=accelerator.backward,
-            sync=lambda last: torch.enable_grad() if last else accelerator.no_sync(model.module),
+            sync=sync,
         )
         check_weights_have_gradients(model, accelerator.num_processes)
+        if sharded:
+            average_adapter_gradients(SimpleNamespace(policy=model, accelerator=accelerator))
         found.append(torch.cat([p.grad.flatten() for p in model.trained]))
-    return found
+    return context.trajectories.latents, found
+
+
+def base_in_shards(model, processes):
+    """Whether this process holds an equal share of the base, to a row of each weight, and all of the adapter."""
+    base = [p for name, p in model.transformer.named_parameters() if ".lora_" not in name]
+    held = sum(p.to_local().numel() for p in base)
+    rows = sum(p[0].numel() for p in base)
+    whole = not any(isinstance(p, DTensor) for p in model.trained)
+    return whole and held <= sum(p.numel() for p in base) / processes + rows
 
 
 def main(folders):
@@ -63,21 +82,32 @@ def main(folders):
     accelerator = Accelerator(cpu=True)
     said = {}
     for name, folder in folders.items():
-        for way in ("full", "lora"):
+        whole = None  # the latents and the gradient over a whole base
+        for way in WAYS:
+            sharded = way == "sharded lora"
             words = {"resolution": SIDE, "max_tokens": TOKENS}
-            if way == "lora":
+            if way != "full":
                 net = policy.load_policy(folder, **words).transformer
                 every = tuple(
                     name for name, layer in net.named_modules() if isinstance(layer, nn.Linear)
                 )
                 words |= {"lora_rank": 2, "lora_targets": every}
+            if sharded:
+                words |= {"sharding": "fsdp", "sharding_offload": True}
             try:
-                one, two = updates(trainable.load_trainable_policy(folder, **words), accelerator)
+                model = trainable.load_trainable_policy(folder, **words)
+                latents, (one, two) = updates(model, accelerator, sharded)
                 every = accelerator.gather(one[None])
                 same = torch.equal(every[0], every[1]) and torch.allclose(one, two, atol=1e-6)
                 said[f"{name} {way}"] = (
                     "trains" if same and one.abs().max() > 0 else "gradients differ"
                 )
+                if sharded:
+                    assert base_in_shards(model, accelerator.num_processes), "not in shards"
+                    assert torch.allclose(latents, whole[0], atol=1e-5), "other images"
+                    apart = (one - whole[1]).norm() / whole[1].norm()
+                    assert apart < 1e-4, f"another gradient, by {apart}"
+                whole = latents, one
             except Exception as error:  # all of them are told together
                 said[f"{name} {way}"] = str(error).strip().splitlines()[0]
     if accelerator.is_main_process:

@@ -61,7 +61,7 @@ def fresh(run: Path, kind: str) -> State:
         run=run,
         settings=run_settings,
         accelerator=one,
-        policy=SimpleNamespace(trained=trained),
+        policy=SimpleNamespace(trained=trained, sharded=sharded),
         ema=None,
         iteration=0,
         total=0.0,
@@ -198,11 +198,11 @@ def set_moment(state):
 
 
 def broadcast(state):
-    state.policy = SimpleNamespace(trained=[torch.zeros(1), *state.policy.trained[1:]])
+    state.policy.trained = [torch.zeros(1), *state.policy.trained[1:]]
 
 
 def fewer(state):
-    state.policy = SimpleNamespace(trained=state.policy.trained[1:])
+    state.policy.trained = state.policy.trained[1:]
 
 
 def lines(*numbers):

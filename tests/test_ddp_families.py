@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import tiny_families
 from commands import environment
+from ddp_families import WAYS
 
 PROGRAM = Path(__file__).with_name("ddp_families.py")
 
@@ -39,12 +40,10 @@ def said_by_two(names, folder):
 
 def test_qwen_image_trains_on_two_processes(tmp_path):
     """Its last block computes what nothing reads."""
-    assert said_by_two(["qwen"], tmp_path) == {"qwen full": "trains", "qwen lora": "trains"}
+    assert said_by_two(["qwen"], tmp_path) == {f"qwen {way}": "trains" for way in WAYS}
 
 
 @pytest.mark.slow
 def test_every_family_trains_on_two_processes(tmp_path):
     said = said_by_two(tiny_families.BUILDERS, tmp_path)
-    assert said == {
-        f"{name} {way}": "trains" for name in tiny_families.BUILDERS for way in ("full", "lora")
-    }
+    assert said == {f"{name} {way}": "trains" for name in tiny_families.BUILDERS for way in WAYS}

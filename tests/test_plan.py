@@ -330,6 +330,7 @@ def test_a_plan_says_what_the_host_needs():
         ({"latents_on": "host"}, 1, "trajectories", 0),
         ({"prompts_per_iteration": 32}, 1, "trajectories", 2),
         ({"lora_rank": 16}, 1, "base weights kept aside", 0),
+        ({"sharding": "fsdp", "sharding_group": 4}, 8, "weights", 1 / 4),
         ({"true_cfg_scale": 3.0}, 1, "activations", 2),
         ({"update_batch": 8}, 1, "activations", 2),
     ],
@@ -342,6 +343,25 @@ def test_a_setting_changes_its_part_of_the_memory(changes, processes, part, fact
     assert after[part] == pytest.approx(
         before[part] * factor, rel=0.01
     )  # activations have a part of no batch
+
+
+@pytest.mark.parametrize(
+    "changes, share", [({}, 1), ({"sharding_group": 2}, 4), ({"sharding_offload": True}, 0)]
+)
+def test_the_base_of_an_adapter_is_sharded_and_the_adapter_is_not(changes, share):
+    """Eight processes hold an eighth of the base each; or a half; or none, if the host holds it."""
+    m = plan.find_model_config("black-forest-labs/FLUX.1-dev")
+    whole = settings.load_settings({"lora_rank": 32})
+    before = plan.training_memory(whole, m, 8)
+    after = plan.training_memory(
+        settings.load_settings(whole, {"sharding": "fsdp", **changes}), m, 8
+    )
+    adapter = before["gradients"]
+    assert after["weights"] == pytest.approx(adapter + (before["weights"] - adapter) * share / 8)
+    assert after["gathered blocks"] == 4 * plan.model_sizes(m)["block"]
+    assert {k: v for k, v in after.items() if k not in ("weights", "gathered blocks")} == {
+        k: v for k, v in before.items() if k not in ("weights", "gathered blocks")
+    }
 
 
 def test_update_memory_is_used_and_not_exceeded():
@@ -541,7 +561,7 @@ def test_under_torchrun_nothing_is_chosen(two_cores, monkeypatch, tmp_path):
 
 
 def test_what_would_fit_is_looked_for_among_settings_that_go_together():
-    """A sharded run has no moments of 8 bits: such a change is not tried, alone or beside another."""
+    """All weights in shards have no moments of 8 bits: such a change is not tried, alone or beside another."""
     run_settings = settings.load_settings("machines/8x80gb-full-flux1-dev")
     network = plan.find_model_config(run_settings.model)
     where = plan.find_device("rtx4090")
@@ -549,7 +569,7 @@ def test_what_would_fit_is_looked_for_among_settings_that_go_together():
         plan._peak_memory(run_settings, network, 8)[0]
     )
     changes, least = plan._find_savings(run_settings, network, where, 8)
-    assert changes is None or changes.get("sharding") == "none"
+    assert changes is None or "optimizer" not in changes or "lora_rank" in changes
     assert least < plan._peak_memory(run_settings, network, 8)[0]
 
 

@@ -139,6 +139,39 @@ def test_parts_with_everything_on(world):
 
 
 @pytest.mark.slow
+def test_an_adapter_over_a_sharded_base_trains_the_same(world):
+    """As over a whole base, also with the shards in host memory; it resumes to the bit, and its files are an adapter's."""
+    words = ["train", world / "s.yaml", "lora_rank=2", "update_batch=5", "kl=0.01", "ema=0.9"]
+    words += ["eval_count=1", "--no-report"]
+    sharded = ["sharding=fsdp", "sharding_offload=true", "--processes", 2]
+    whole, parts, resumed = (world / f"adapter-{name}" for name in ("whole", "parts", "resumed"))
+    run(*words, "iterations=2", "--out", whole)
+    run(*words, *sharded, "iterations=2", "--out", parts)
+    assert alike(parts, whole)
+    run(*words, *sharded, "iterations=1", "--out", resumed)
+    run(*words, *sharded, "iterations=2", "--out", resumed, "--resume")
+    assert trained(resumed) == trained(parts) and metrics(resumed)[-1] == metrics(parts)[-1]
+    names = {file.name for file in (parts / "checkpoints/000002").iterdir()}
+    assert names == {file.name for file in (whole / "checkpoints/000002").iterdir()}
+    run("export", parts, world / "adapter-exported")
+    assert (world / "adapter-exported/pytorch_lora_weights.safetensors").is_file()
+
+
+@pytest.mark.slow
+def test_two_groups_of_two_processes_train_the_same(world):
+    """Each group has a whole copy of the weights, half of it in each process; its checkpoints resume to the bit."""
+    words = ["train", world / "s.yaml", "eval_every=0", "--no-report"]
+    groups = ["sharding=fsdp", "sharding_group=2", "--processes", 4]
+    whole, parts, resumed = (world / f"groups-{name}" for name in ("whole", "parts", "resumed"))
+    run(*words, "iterations=2", "--out", whole)
+    run(*words, *groups, "iterations=2", "--out", parts)
+    assert alike(parts, whole)
+    run(*words, *groups, "iterations=1", "--out", resumed)
+    run(*words, *groups, "iterations=2", "--out", resumed, "--resume")
+    assert trained(resumed) == trained(parts) and metrics(resumed)[-1] == metrics(parts)[-1]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("sharding, before, after", [("none", 2, 4), ("fsdp", 2, 1)])
 def test_a_rank_dies_and_another_number_goes_on(world, whole, sharding, before, after):
     """kill -9 of one rank in iteration 3 of 6: the run ends and says why, and others go on to the same images."""

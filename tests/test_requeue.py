@@ -37,8 +37,13 @@ def checkpoints(out):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "more",
-    [[], ["--processes", "2"], ["sharding=fsdp", "--processes", "2"]],
-    ids=["one", "two", "sharded"],
+    [
+        [],
+        ["--processes", "2"],
+        ["sharding=fsdp", "--processes", "2"],
+        ["sharding=fsdp", "lora_rank=2", "--processes", "2"],
+    ],
+    ids=["one", "two", "sharded", "adapter"],
 )
 def test_sigterm_keeps_the_last_iteration_and_the_same_command_resumes(home, whole, more, request):
     """No checkpoint is due in the run, so what is resumed is what SIGTERM left."""

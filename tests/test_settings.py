@@ -122,6 +122,18 @@ def refused(values: dict, overrides=()) -> str:
         ({"lr": 1e-5}, ["`lr` is not a setting", "did you mean `learning_rate`"]),
         ({"clip_range": 1e300}, ["`clip_range`", "at most 1e+30", "1e+300"]),
         ({"advantage_clamp": 1e39}, ["`advantage_clamp`", "at most 1e+30"]),
+        (
+            {"sharding": "fsdp", "optimizer": "adamw-8bit"},
+            ["`optimizer`", "be adamw if `sharding` is fsdp and all weights are trained"],
+        ),
+        (
+            {"sharding": "fsdp", "lora_rank": 4, "quantization": "int8"},
+            ["`quantization`", "be none if `sharding` is fsdp", "got int8"],
+        ),
+        ({"sharding": "fsdp", "sharding_offload": True}, ["`sharding_offload`", "an adapter"]),
+        ({"lora_rank": 4, "sharding_offload": True}, ["`sharding_offload`", "`sharding` is fsdp"]),
+        ({"sharding_group": 2}, ["`sharding_group`", "`sharding` is fsdp (here none)", "got 2"]),
+        ({"sharding": "fsdp", "sharding_group": 1}, ["`sharding_group`", "above 1", "got 1"]),
     ],
 )
 def test_one_sentence_names_field_and_value(values, parts):
@@ -320,6 +332,10 @@ def test_processes_share_the_prompts():
     for processes in (0, -1, 3, 32):
         with pytest.raises(InputError, match="divide `prompts_per_iteration`"):
             settings.check_processes(settings.Settings(), processes)
+    groups = settings.load_settings({"sharding": "fsdp", "sharding_group": 4})
+    settings.check_processes(groups, 8)
+    with pytest.raises(InputError, match=r"`sharding_group` must .* processes \(2\); got 4"):
+        settings.check_processes(groups, 2)
 
 
 PAPER = {

@@ -244,6 +244,8 @@ def trainable_policy(config: ModelConfig, settings: Settings, folder: Path) -> P
         "gradient_checkpointing",
         "seed",
         "sharding",
+        "sharding_offload",
+        "sharding_group",
     )
     policy.trained = trainable.make_trainable(
         policy, **{name: getattr(settings, name) for name in names}

@@ -577,7 +577,21 @@ class _OptimizerSettings(BaseModel):
         "none",
         "",
         OURS,
-        "Where all weights are trained: none: each process has a whole copy; fsdp: each process holds a part (FSDP2).",
+        "Weights of the transformer: none: each process has a whole copy; fsdp: each process holds a part (FSDP2). An adapter "
+        "stays whole; its frozen base is sharded.",
+    )
+    sharding_offload: bool = setting(
+        False,
+        "",
+        OURS,
+        "Keep the sharded base of an adapter in host memory, and copy it to the device block by block: least memory, slower.",
+    )
+    sharding_group: int = setting(
+        0,
+        "processes",
+        OURS,
+        "Processes that together hold one copy of sharded weights, such as those of a host; 0: all processes.",
+        ge=0,
     )
     optimizer: Literal["adamw", "adamw-8bit"] = setting(
         "adamw",
@@ -1224,18 +1238,31 @@ def _check_choices(settings: "Settings") -> None:
     if settings.sharding != "none":
         _require(
             settings,
-            "sharding",
-            not settings.lora_rank,
-            f"be none with an adapter (`lora_rank` {settings.lora_rank})",
-            value=repr(settings.sharding),
+            "optimizer",
+            settings.lora_rank or settings.optimizer == "adamw",
+            f"be adamw if `sharding` is {settings.sharding} and all weights are trained (`lora_rank` 0)",
+            value=repr(settings.optimizer),
         )
         _require(
             settings,
-            "optimizer",
-            settings.optimizer == "adamw",
-            f"be adamw if `sharding` is {settings.sharding}",
-            value=repr(settings.optimizer),
+            "quantization",
+            settings.quantization == "none",
+            f"be none if `sharding` is {settings.sharding}",
         )
+    _require(
+        settings,
+        "sharding_group",
+        settings.sharding_group == 0
+        or (settings.sharding == "fsdp" and settings.sharding_group > 1),
+        f"be 0, or above 1 if `sharding` is fsdp (here {settings.sharding})",
+    )
+    _require(
+        settings,
+        "sharding_offload",
+        not settings.sharding_offload or (settings.sharding == "fsdp" and settings.lora_rank),
+        "be false unless `sharding` is fsdp and an adapter is trained (`lora_rank` above 0)",
+        value="true",
+    )
     _require(
         settings,
         "anchor_every",
@@ -1853,9 +1880,14 @@ def check_processes(
     settings: Settings,  # of the run
     processes: int,  # number of training processes
 ) -> None:
-    """Raise InputError unless the processes can share an iteration's prompts evenly."""
+    """Raise InputError unless the processes can share an iteration's prompts, and sharded weights, evenly."""
     if processes < 1 or settings.prompts_per_iteration % processes:
         raise InputError(
             "`processes` must be at least 1 and divide `prompts_per_iteration` "
             f"({settings.prompts_per_iteration}); got {processes}"
+        )
+    if settings.sharding_group and processes % settings.sharding_group:
+        raise InputError(
+            f"`sharding_group` must be 0 or divide the number of processes ({processes}); "
+            f"got {settings.sharding_group}"
         )

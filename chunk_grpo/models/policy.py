@@ -334,8 +334,8 @@ class Policy(Family):
     base_params: list[Tensor] | None = None  # the transformer's before training; None: an adapter
     # the adapter's parameters before training, if it started from another adapter
     start_params: list[Tensor] | None = None
-    # True for a policy with an adapter; with sharded weights; with compiled blocks; for which
-    # `compute_network_sigma` truncates
+    # True for a policy with an adapter; whose trained weights are sharded; with compiled blocks; for
+    # which `compute_network_sigma` truncates
     lora = sharded = compiled = truncate_timesteps = False
     pipe: Any = None  # the pipeline, if it was in memory already
     negative_prompt: str = ""  # of classifier-free guidance, unless a prompt has its own

@@ -35,7 +35,12 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor
 
 from .. import InputError
@@ -137,7 +142,9 @@ def make_trainable(
     lora_alpha: int = 0,  # the adapter is scaled by lora_alpha / lora_rank; 0: by 1
     gradient_checkpointing: bool = False,  # recompute activations: less memory, 1/3 more time
     seed: int = 0,  # of the adapter's initial values
-    sharding: str = "none",  # full fine-tuning: none, or fsdp: each process holds a shard
+    sharding: str = "none",  # or fsdp: each process holds a shard of all weights but the adapter
+    sharding_offload: bool = False,  # keep the sharded base of an adapter in host memory
+    sharding_group: int = 0,  # processes that together hold one copy of the weights; 0: all
     frozen: bool = False,  # for sampling only: all weights keep the format they are stored in
 ) -> list[nn.Parameter]:  # the weights to optimise, float32
     """Prepare a policy for training and return its trainable weights.
@@ -150,11 +157,11 @@ def make_trainable(
     if gradient_checkpointing:
         net.enable_gradient_checkpointing()
     policy.lora = lora_rank > 0
-    policy.sharded = sharding == "fsdp"
+    policy.sharded = sharding == "fsdp" and not policy.lora
 
     # Full fine-tuning, sharded: this process keeps its shard of the weights and of the base.
     if policy.sharded:
-        trained = shard_model(net, policy.device, policy.dtype)
+        trained = shard_model(net, policy.device, policy.dtype, group=sharding_group)
         policy.base_params = [p.to_local().detach().clone() for p in trained]
         return trained
 
@@ -180,6 +187,11 @@ def make_trainable(
             )
         for p in trained:
             p.data = p.data.float()
+        # An adapter is small, so every process keeps it whole, and shards what lies under it.
+        if sharding == "fsdp":
+            shard_model(
+                net, policy.device, policy.dtype, group=sharding_group, offload=sharding_offload
+            )
         return trained
 
     # Full fine-tuning, or a policy that is only sampled from.
@@ -255,7 +267,7 @@ def base_weights(policy: Policy) -> Iterator[None]:  # trainable or not
 
 # %% ../../nbs/03_models/04_trainable.ipynb #479a9bae
 def save_trained_weights(
-    policy: Policy,  # trainable, its weights not sharded
+    policy: Policy,  # trainable, its trained weights not sharded
     folder: Path,  # created if it does not exist
 ) -> None:
     """Write the trained weights in diffusers' own layout: an adapter or a whole transformer."""
@@ -452,7 +464,9 @@ def load_trainable_policy(
     gradient_checkpointing: bool = False,  # recompute activations in the backward pass
     seed: int = 0,  # of the adapter's initial values
     dtype: str = "float32",  # of the forward passes
-    sharding: str = "none",  # full fine-tuning: none, or fsdp: each process holds a shard
+    sharding: str = "none",  # or fsdp: each process holds a shard of all weights but the adapter
+    sharding_offload: bool = False,  # keep the sharded base of an adapter in host memory
+    sharding_group: int = 0,  # processes that together hold one copy of the weights; 0: all
     compile: bool = False,  # compile the transformer's blocks
     attention: str = "native",  # attention backend, a name of diffusers
     frozen: bool = False,  # for sampling only: half the memory if the forward is bfloat16
@@ -461,8 +475,8 @@ def load_trainable_policy(
 ) -> Policy:  # with `.trained`, the list of weights to optimise
     """Load a policy by its model's name and make it trainable.
 
-    Raise InputError as `policy.load_policy` and `make_trainable` do, and if this machine cannot
-    compile or has no such attention backend.
+    Raise InputError as `policy.load_policy` and `make_trainable` do, if this machine cannot compile
+    or has no such attention backend, and if these weights cannot be sharded or offloaded.
     """
     stored = dtype if lora_rank or sharding != "none" or frozen else "float32"
 
@@ -472,6 +486,15 @@ def load_trainable_policy(
     if quantization != "none" and not lora_rank:
         raise InputError(
             f"`quantization` must be none without an adapter (`lora_rank` 0); got {quantization}"
+        )
+    if quantization != "none" and sharding != "none":
+        raise InputError(
+            f"`quantization` must be none if `sharding` is {sharding}; got {quantization}"
+        )
+    if sharding_offload and not (sharding == "fsdp" and lora_rank):
+        raise InputError(
+            "`sharding_offload` must be false unless `sharding` is fsdp and an adapter is trained "
+            "(`lora_rank` above 0); got true"
         )
     if lora_targets and not lora_rank:
         raise InputError(
@@ -508,6 +531,8 @@ def load_trainable_policy(
         gradient_checkpointing=gradient_checkpointing,
         seed=seed,
         sharding=sharding,
+        sharding_offload=sharding_offload,
+        sharding_group=sharding_group,
         frozen=frozen,
     )
     return policy
@@ -520,14 +545,19 @@ def full_tensor(tensor: Tensor) -> Tensor:  # tensor: a shard, or whole already
 
 def shard_model(
     net: Any,  # a transformer of diffusers, changed in place
-    device: torch.device,  # of the shards
+    device: torch.device,  # that computes
     dtype: torch.dtype,  # of the forward passes
+    group: int = 0,  # processes that together hold one copy of the weights; 0: all
+    offload: bool = False,  # keep the shards in host memory; for the base of an adapter
 ) -> list[nn.Parameter]:  # the shards
     """Keep only this process's shard of every weight, in float32, and make all weights trainable.
 
-    It works block after block, so that no device holds the whole network.
+    If the network has an adapter, the adapter stays whole, and the base stays frozen and in its
+    number format. It works block after block, so that no device holds the whole network.
     """
-    low = None if dtype == torch.float32 else dtype
+    adapter = {p for name, p in net.named_parameters() if ".lora_" in name}
+    # Gathered weights of a base have the number format in which they are stored.
+    low = None if adapter or dtype == torch.float32 else dtype
     mixed = MixedPrecisionPolicy(
         param_dtype=low, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
@@ -537,16 +567,33 @@ def shard_model(
         dist.init_process_group(
             store=dist.HashStore(), rank=0, world_size=1, timeout=PROCESS_TIMEOUT
         )
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    for module in [*_find_blocks(net).values(), net]:
-        for p in module.parameters():
-            if not isinstance(p, DTensor):
-                p.data = p.data.float()
-        fully_shard(
-            module.requires_grad_(True), mesh=mesh, mp_policy=mixed, reshard_after_forward=True
+    count = dist.get_world_size()
+    if 0 < group < count:
+        # Weights are gathered within a group, gradients are averaged over all processes.
+        mesh = init_device_mesh(
+            device.type, (count // group, group), mesh_dim_names=("replicate", "shard")
         )
-    net.to(device)  # moves the buffers
-    return list(net.parameters())
+    else:
+        mesh = init_device_mesh(device.type, (count,))
+    # Pinned memory is copied to a GPU while the GPU computes.
+    host_memory = CPUOffloadPolicy(pin_memory=device.type == "cuda")
+    for module in [*_find_blocks(net).values(), net]:
+        if not adapter:
+            module.requires_grad_(True)
+            for p in module.parameters():
+                if not isinstance(p, DTensor):
+                    p.data = p.data.float()
+        fully_shard(
+            module,
+            mesh=mesh,
+            mp_policy=mixed,
+            offload_policy=host_memory if offload else OffloadPolicy(),
+            reshard_after_forward=True,
+            ignored_params=adapter,
+        )
+    for tensor in (*adapter, *net.buffers()):  # which are not sharded
+        tensor.data = tensor.data.to(device)
+    return [p for p in net.parameters() if p not in adapter]
 
 
 def gather_model(

@@ -918,22 +918,32 @@ def training_memory(
     trained = _count_trained_parameters(config, settings.lora_rank, settings.lora_targets)
     parameters = sizes["transformer"]
     width = TORCH_DTYPES[settings.dtype].itemsize
-    shards = processes if settings.sharding == "fsdp" else 1
+    shards = 1
+    if settings.sharding == "fsdp":
+        shards = settings.sharding_group or processes
     frozen_bytes = 0
     if settings.lora_rank:
         linear = _count_linear_parameters(config)
         linear_width = _QUANTIZED_BYTES.get(settings.quantization, width)
         frozen_bytes = int(linear * linear_width) + (parameters - linear) * width
+    # An adapter is whole in every process; the base under it is sharded, and has no gradients.
+    trained_shards = 1 if settings.lora_rank else shards
+    base_bytes = 0 if settings.sharding_offload else frozen_bytes // shards
+    gathered_bytes = 0
+    if shards > 1 or settings.sharding_offload:
+        gradient_bytes = 0 if settings.lora_rank else 4
+        gathered_bytes = sizes["block"] * (2 * width + gradient_bytes)
+    moment_bytes = 2 if settings.optimizer == "adamw-8bit" else 8
     trajectories = 0
     if settings.latents_on == "device":
         trajectories = _trajectory_bytes(settings, config) // processes
     return {
-        "weights": frozen_bytes + trained * 4 // shards,
-        "gathered blocks": sizes["block"] * (2 * width + 4) if shards > 1 else 0,
-        "gradients": trained * 4 // shards,
-        "moments": trained * (2 if settings.optimizer == "adamw-8bit" else 8) // shards,
+        "weights": base_bytes + trained * 4 // trained_shards,
+        "gathered blocks": gathered_bytes,
+        "gradients": trained * 4 // trained_shards,
+        "moments": trained * moment_bytes // trained_shards,
         "base weights kept aside": 0 if settings.lora_rank else parameters * 4 // shards,
-        "moving average": trained * 4 // shards if settings.ema else 0,
+        "moving average": trained * 4 // trained_shards if settings.ema else 0,
         "trajectories": trajectories,
         "activations": _batch_activation_bytes(config, settings),
     }
@@ -1248,7 +1258,10 @@ def _host_memory(
     config: ModelConfig,  # of the model's networks
     processes: int = 1,  # on the host
 ) -> dict[str, int]:  # kind of content -> bytes
-    """Estimate the most that a host's memory holds: weights while they load, and trajectories."""
+    """Estimate the most that a host's memory holds: weights while they load, and trajectories.
+
+    A base that stays there (`sharding_offload`) takes no more than it did while it loaded.
+    """
     dtype = settings.dtype if settings.lora_rank or settings.sharding != "none" else "float32"
     loading = processes * model_sizes(config)["transformer"] * TORCH_DTYPES[dtype].itemsize
     return {
@@ -1514,7 +1527,7 @@ _SAVINGS = (
     {"rollout_batch": 1},
     {"reward_options": "elsewhere"},  # see `_reward_elsewhere`
     {"quantization": "int8"},
-    {"lora_rank": 32, "sharding": "none"},
+    {"lora_rank": 32},
 )
 
 
@@ -1552,10 +1565,16 @@ def _apply_savings(
     # Only a frozen base can be quantized.
     if "quantization" in changes and not changes.get("lora_rank", settings.lora_rank):
         return None
-    sharding = changes.get("sharding", settings.sharding)
-    if sharding == "fsdp" and (processes == 1 or changes.get("lora_rank", settings.lora_rank)):
+    # One process has no other to share weights with.
+    if "sharding" in changes and processes == 1:
         return None
-    if sharding == "fsdp" and changes.get("optimizer", settings.optimizer) != "adamw":
+    sharding = changes.get("sharding", settings.sharding)
+    quantization = changes.get("quantization", settings.quantization)
+    if sharding == "fsdp" and quantization != "none":
+        return None
+    trains_all = not changes.get("lora_rank", settings.lora_rank)
+    optimizer = changes.get("optimizer", settings.optimizer)
+    if sharding == "fsdp" and trains_all and optimizer != "adamw":
         return None
     return changes
 

@@ -6,8 +6,8 @@
 __all__ = ['TrainingState', 'make_accelerator', 'prepare_state', 'load_policy_and_optimizer', 'rollout_options', 'chunk_gains',
            'compare_groups', 'count_seconds', 'Rollout', 'sample_groups', 'score_base', 'measure_profile',
            'measure_ratio_floor', 'is_integer_tensor', 'check_partition', 'check_selected_chunks',
-           'build_update_batches', 'check_weights_have_gradients', 'scheduled_learning_rate', 'step_optimizer',
-           'Update', 'update_policy']
+           'build_update_batches', 'check_weights_have_gradients', 'scheduled_learning_rate',
+           'average_adapter_gradients', 'step_optimizer', 'Update', 'update_policy']
 
 # %% ../../nbs/07_training/04_iteration.ipynb #672b8d58
 import contextlib
@@ -27,6 +27,7 @@ from accelerate.utils import InitProcessGroupKwargs
 from diffusers.optimization import get_scheduler
 from diffusers.training_utils import EMAModel
 from torch import Tensor
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from .. import InputError
 from ..core import settings as setting
@@ -352,6 +353,8 @@ def load_policy_and_optimizer(
         "family",
         "gradient_checkpointing",
         "sharding",
+        "sharding_offload",
+        "sharding_group",
         "compile",
         "attention",
         "seed",
@@ -1039,6 +1042,17 @@ def scheduled_learning_rate(
     return schedule.get_last_lr()[0]
 
 
+def average_adapter_gradients(state: TrainingState) -> None:
+    """Give every process the mean over the processes of each gradient of the adapter.
+
+    An adapter over a sharded base has no wrapper that does so: torch's FSDP2 leaves it out.
+    """
+    gradients = [p.grad for p in state.policy.trained if p.grad is not None]
+    # one exchange for all of them
+    mean: Any = state.accelerator.reduce(parameters_to_vector(gradients), "mean")
+    vector_to_parameters(mean, gradients)
+
+
 def step_optimizer(state: TrainingState) -> float:  # norm of the gradients, before clipping
     """Clip the gradients and take an optimizer step; take none if their norm is not finite."""
     norm = float(
@@ -1096,6 +1110,7 @@ def update_policy(
     def sync(last: bool) -> contextlib.AbstractContextManager:
         """Return the context in which processes exchange gradients at the last backward pass only."""
         # No process holds the whole gradient of sharded weights: it is shared out at every backward pass.
+        # That of an adapter over them is averaged once, before the step.
         sharded = settings.sharding != "none"
         if last or sharded:
             return contextlib.nullcontext()
@@ -1124,8 +1139,10 @@ def update_policy(
         stats.append(update_stats)
 
         # Other processes would wait forever for the gradient of a weight that has none.
-        waiting_processes = accelerator.num_processes if settings.sharding == "none" else 1
+        waiting_processes = 1 if state.policy.sharded else accelerator.num_processes
         check_weights_have_gradients(state.policy, waiting_processes)
+        if settings.sharding != "none" and state.policy.lora:
+            average_adapter_gradients(state)
         norms.append(step_optimizer(state))
 
     _update_copies(state)

@@ -47,7 +47,7 @@ def _newest_folder(state: TrainingState) -> Path:
 def save_checkpoint(state: TrainingState) -> Path:  # its folder
     """Write a checkpoint of the finished iterations; every process has to call it."""
     settings = state.settings
-    sharded = state.settings.sharding != "none"
+    sharded = state.policy.sharded
     if sharded or state.accelerator.is_main_process:
         groups = {
             "weights": _named(state.policy.trained),
@@ -270,7 +270,7 @@ def save_final_weights(state: TrainingState) -> None:
     if state.ema is not None:
         state.ema.copy_to(state.policy.trained)
     _check_weights_are_finite(state)
-    if state.settings.sharding != "none":
+    if state.policy.sharded:
         state.policy.transformer = trainable.gather_model(state.policy.transformer)
     if state.accelerator.is_main_process:
         with files.atomic_write(state.run / "final", replace=True) as temporary:
@@ -329,7 +329,7 @@ def train_run(
 
         def save_interrupted() -> None:
             """Write a checkpoint of the last finished iteration, unless there is one."""
-            writes = state.settings.sharding != "none" or state.accelerator.is_main_process
+            writes = state.policy.sharded or state.accelerator.is_main_process
             if state.iteration and writes and not _newest_folder(state).is_dir():
                 with machine.defer_sigterm():
                     folder = save_checkpoint(state)
