@@ -335,3 +335,18 @@ def test_what_a_contributor_finds_beside_the_code_is_sound():
         "doctor"
         in next(part for part in form["body"] if part["id"] == "doctor")["attributes"]["label"]
     )
+
+
+@pytest.mark.parametrize("page", REPORTS, ids=lambda page: page.stem)
+def test_no_import_of_a_report_hides_a_parameter(page):
+    cells = [x for x in nbformat.read(page, as_version=4).cells if x.cell_type == "code"]
+    (first,) = [x for x in cells if "parameters" in x.metadata.get("tags", [])]
+    parameters = {x.target.id for x in ast.parse(first.source).body if isinstance(x, ast.AnnAssign)}
+    imported = {
+        alias.asname or alias.name
+        for cell in cells
+        for node in ast.walk(ast.parse(cell.source))
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for alias in node.names
+    }
+    assert parameters and not parameters & imported
