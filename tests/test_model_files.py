@@ -352,3 +352,9 @@ def test_a_download_that_was_cut_off_is_rejected_by_the_missing_shard(tmp_path):
     (folder / f"transformer/{weights.name}.index.json").write_text(json.dumps(index))
     with pytest.raises(InputError, match=f"has 1 of the 2 shards .*; {second.name} is missing"):
         inputs.check_pipeline_folder(folder)
+    for wrong in (None, [], {names[0]: 3}):
+        (folder / f"transformer/{weights.name}.index.json").write_text(
+            json.dumps({"weight_map": wrong})
+        )
+        with pytest.raises(InputError, match="must have a mapping of tensors to files"):
+            inputs.check_pipeline_folder(folder)
