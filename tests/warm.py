@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import runpy
 import signal
+import stat
 import subprocess
 import sys
 import threading
@@ -104,6 +105,19 @@ def become(
     return code
 
 
+def release_files(nothing: int) -> None:
+    """Let go of the regular files that a new program would not get, as its start does.
+
+    A fork keeps them, and with them the locks of runs that other threads are making at this moment.
+    The numbers stay in use, by /dev/null, since objects of the parent still hold them.
+    """
+    for number in map(int, os.listdir("/proc/self/fd")):
+        with contextlib.suppress(OSError):  # the listing's own descriptor
+            is_file = stat.S_ISREG(os.fstat(number).st_mode)
+            if number > 2 and is_file and not os.get_inheritable(number):
+                os.dup2(nothing, number, inheritable=False)
+
+
 class Forked:
     """What subprocess.Popen gives, for a module in a fork of this process."""
 
@@ -136,6 +150,7 @@ class Forked:
                 os.setsid()
             if preexec_fn:
                 preexec_fn()
+            release_files(nothing)
             named = [*map(str, words[words.index("-m") + 1 :])]
             code = become(
                 named[0], named[1:], dict(env or os.environ), self.anew, "-P" in words[:2]
