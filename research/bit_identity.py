@@ -4,13 +4,10 @@ import torch
 from torch import Tensor
 
 from chunk_grpo.method.dynamics import relative_distance
-from chunk_grpo.training.iteration import (
-    TrainingState,
-    build_update_batches,
-    sample_groups,
-    step_optimizer,
-)
-from chunk_grpo.training.update import accumulate_gradients
+from chunk_grpo.training.gradient import accumulate_gradients
+from chunk_grpo.training.groups import sample_groups
+from chunk_grpo.training.state import TrainingState
+from chunk_grpo.training.update import build_update_batches, step_optimizer
 
 
 def iteration_tensors(

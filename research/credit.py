@@ -16,7 +16,7 @@ from chunk_grpo.method.chunks import Chunks
 from chunk_grpo.method.sampler import Sampler
 from chunk_grpo.method.schedule import gaussian_velocity
 from chunk_grpo.models.policy import compute_network_sigma
-from chunk_grpo.training.methods import ReplayContext
+from chunk_grpo.training.replay import ReplayContext
 from chunk_grpo.training.rollout import ImageKey, make_generator
 
 

@@ -23,7 +23,7 @@ from chunk_grpo.models import trainable
 from chunk_grpo.models.inputs import sample_prompt_indices
 from chunk_grpo.models.policy import decode_latents
 from chunk_grpo.rewards import rewards
-from chunk_grpo.training.methods import ReplayContext
+from chunk_grpo.training.replay import ReplayContext
 from chunk_grpo.training.rollout import RolloutOptions, sample_trajectories
 
 SAMPLERS = {"flow": 0.7, "cps": 0.8, "dance": 0.5}

@@ -44,7 +44,7 @@ from chunk_grpo.models import trainable
 from chunk_grpo.models.inputs import sample_prompt_indices
 from chunk_grpo.models.policy import decode_latents
 from chunk_grpo.rewards import rewards
-from chunk_grpo.training.methods import ReplayContext
+from chunk_grpo.training.replay import ReplayContext
 from chunk_grpo.training.rollout import RolloutOptions, make_generator, sample_trajectories
 
 ETA = {"flow": 0.7, "cps": 0.7}

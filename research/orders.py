@@ -16,9 +16,11 @@ from chunk_grpo.measurements import speed
 from chunk_grpo.measurements.speed import Workload
 from chunk_grpo.method.chunks import Chunks
 from chunk_grpo.models.policy import compute_network_sigma
-from chunk_grpo.training.methods import Method, ReplayContext
+from chunk_grpo.training.gradient import accumulate_gradients
+from chunk_grpo.training.method import Method
+from chunk_grpo.training.replay import ReplayContext
 from chunk_grpo.training.rollout import RolloutOptions, Trajectories, initial_noise, sample_sde
-from chunk_grpo.training.update import accumulate_gradients, build_update_batch
+from chunk_grpo.training.update_batch import build_update_batch
 
 GRADIENT_TOLERANCE = {
     "float32": 1e-5,

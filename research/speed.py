@@ -30,13 +30,11 @@ from chunk_grpo.models.policy import decode_latents
 from chunk_grpo.rewards import rewards
 from chunk_grpo.rewards.rewards import StreamingScores
 from chunk_grpo.runs import launch, run_folder
-from chunk_grpo.training.methods import Method, ReplayContext
+from chunk_grpo.training.gradient import accumulate_gradients, compute_transition_stats
+from chunk_grpo.training.method import Method
+from chunk_grpo.training.replay import ReplayContext
 from chunk_grpo.training.rollout import RolloutOptions, sample_trajectories
-from chunk_grpo.training.update import (
-    accumulate_gradients,
-    build_update_batch,
-    compute_transition_stats,
-)
+from chunk_grpo.training.update_batch import build_update_batch
 
 PARTS = ("profile", "iteration", "orders", "levers", "growth", "ranks")
 MIDDLE = {

@@ -13,10 +13,13 @@ from chunk_grpo.core.settings import Settings
 from chunk_grpo.method.chunks import chunks_from_setting
 from chunk_grpo.method.sampler import Sampler
 from chunk_grpo.models import policy, trainable
-from chunk_grpo.training.iteration import average_adapter_gradients, check_weights_have_gradients
-from chunk_grpo.training.methods import Method, ReplayContext, sample_chunks
+from chunk_grpo.training.chunk_sampling import sample_chunks
+from chunk_grpo.training.gradient import accumulate_gradients
+from chunk_grpo.training.method import Method
+from chunk_grpo.training.replay import ReplayContext
 from chunk_grpo.training.rollout import RolloutOptions, sample_trajectories
-from chunk_grpo.training.update import accumulate_gradients, build_update_batch
+from chunk_grpo.training.update import average_adapter_gradients, check_weights_have_gradients
+from chunk_grpo.training.update_batch import build_update_batch
 
 SIDE, TOKENS = 64, 16
 WAYS = ("full", "lora", "sharded lora")

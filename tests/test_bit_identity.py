@@ -10,8 +10,8 @@ from bit_identity import iteration_tensors, relative_difference
 from safetensors.torch import load_file, save_file
 
 from chunk_grpo.core import settings
-from chunk_grpo.training import trainer
-from chunk_grpo.training.iteration import load_policy_and_optimizer, prepare_state
+from chunk_grpo.training import resuming, trainer
+from chunk_grpo.training.state import load_policy_and_optimizer, prepare_state
 
 FEW = {
     "images_per_prompt": 2,
@@ -87,7 +87,7 @@ def test_a_resumed_run_asks_nothing_of_torchs_random_state(home, tmp_path, more)
     whole, cut = (fresh(home, tmp_path / name, **more) for name in ("whole", "cut"))
     for state in (whole, cut):
         trainer.train_iteration(state)
-    trainer.save_checkpoint(cut)
+    resuming.save_checkpoint(cut)
     stored = {file.name for file in (tmp_path / "cut/checkpoints/000001").glob("*.safetensors")}
     assert stored == {"weights.safetensors", "optimizer.safetensors"} | (
         {"ema.safetensors"} if more else set()
@@ -99,7 +99,7 @@ def test_a_resumed_run_asks_nothing_of_torchs_random_state(home, tmp_path, more)
     )
     resumed = fresh(home, tmp_path / "cut", **more)
     torch.manual_seed(4711)
-    trainer.resume(resumed)
+    resuming.resume(resumed)
     found = trainer.train_iteration(resumed)
     clock = {name for name in wanted if name.startswith("seconds")}
     assert {k: v for k, v in found.items() if k not in clock} == {
@@ -115,13 +115,13 @@ def test_the_same_checkpoint_is_written_after_a_resume_as_without(home, tmp_path
     whole, cut = (fresh(home, tmp_path / name) for name in ("whole", "cut"))
     for state in (whole, cut):
         trainer.train_iteration(state)
-    trainer.save_checkpoint(cut)
+    resuming.save_checkpoint(cut)
     trainer.train_iteration(whole)
     resumed = fresh(home, tmp_path / "cut")
-    trainer.resume(resumed)
+    resuming.resume(resumed)
     trainer.train_iteration(resumed)
     for state in (whole, resumed):
-        trainer.save_checkpoint(state)
+        resuming.save_checkpoint(state)
     sums = [
         json.loads((tmp_path / name / "checkpoints/000002/manifest.json").read_text())["files"]
         for name in ("whole", "cut")

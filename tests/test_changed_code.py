@@ -32,7 +32,7 @@ FEW = [
     "checkpoint_every=1",
     "threads=1",
 ]
-METHOD = """from chunk_grpo.training.methods import Method
+METHOD = """from chunk_grpo.training.method import Method
 import mine_helper
 
 class Rank(Method):

@@ -11,13 +11,13 @@ from chunk_grpo.core.settings import METHODS, load_settings
 from chunk_grpo.method.chunks import Chunks
 from chunk_grpo.methods.decoupled import Decoupled, renoise
 from chunk_grpo.models import trainable
-from chunk_grpo.training import iteration, trainer
-from chunk_grpo.training.methods import load_method
-from chunk_grpo.training.update import (
-    accumulate_gradients,
-    build_update_batch,
-    compute_transition_stats,
-)
+from chunk_grpo.training import trainer
+from chunk_grpo.training.credit_assignment import chunk_gains
+from chunk_grpo.training.gradient import accumulate_gradients, compute_transition_stats
+from chunk_grpo.training.groups import sample_groups
+from chunk_grpo.training.method_loading import load_method
+from chunk_grpo.training.state import load_policy_and_optimizer, prepare_state
+from chunk_grpo.training.update_batch import build_update_batch
 
 SMALL = {
     "images_per_prompt": 4,
@@ -302,7 +302,7 @@ def test_chunks_of_levels_that_do_not_fit_are_rejected_by_name(name, more, field
 
 def test_a_users_method_whose_chunks_are_fewer_than_train_chunks_names_is_rejected(tmp_path):
     (tmp_path / "mine.py").write_text(
-        "from chunk_grpo.method.chunks import Chunks\nfrom chunk_grpo.training.methods import Method\n\n\n"
+        "from chunk_grpo.method.chunks import Chunks\nfrom chunk_grpo.training.method import Method\n\n\n"
         "class Mine(Method):\n    def chunks(self, profile):\n        return Chunks.whole(len(profile))\n"
     )
     with pytest.raises(
@@ -334,7 +334,7 @@ def test_a_contender_says_that_it_is_ours_and_trains(name, tmp_path):
     settings = load_settings(
         "pocket/tiny", {**SMALL, "method": name, "learning_rate": 1e-3, "images_per_prompt": 8}
     )
-    state = iteration.load_policy_and_optimizer(iteration.prepare_state(settings, tmp_path))
+    state = load_policy_and_optimizer(prepare_state(settings, tmp_path))
     lines = [trainer.train_iteration(state) for _ in range(2)]
     assert all(
         0 < line["grad_norm"] < float("inf") and line["skipped_updates"] == 0 for line in lines
@@ -552,7 +552,7 @@ def test_a_mixture_trains_with_other_cuts_and_settings(more, tmp_path):
     settings = load_settings(
         "pocket/tiny", {**SMALL, **MIXED, "method": "chunk-mixture", "learning_rate": 1e-3} | more
     )
-    state = iteration.load_policy_and_optimizer(iteration.prepare_state(settings, tmp_path))
+    state = load_policy_and_optimizer(prepare_state(settings, tmp_path))
     lines = [trainer.train_iteration(state) for _ in range(2)]
     assert all(0 < line["grad_norm"] < float("inf") for line in lines)
 
@@ -563,9 +563,9 @@ def test_gains_of_all_chunks_are_compared_in_one_group(tmp_path):
     settings = load_settings(
         "pocket/tiny", {**SMALL, **more, "reward_options": {"pocket-clip": {"worker": False}}}
     )
-    state = iteration.load_policy_and_optimizer(iteration.prepare_state(settings, tmp_path))
-    drawn = iteration.sample_groups(state)
-    gains = iteration.chunk_gains(state, drawn.context, drawn.scores)
+    state = load_policy_and_optimizer(prepare_state(settings, tmp_path))
+    drawn = sample_groups(state)
+    gains = chunk_gains(state, drawn.context, drawn.scores)
     every = torch.stack([gain["pocket-clip"] for _, gain in gains], 1)[:, [2, 1, 0]].reshape(2, 12)
     wanted = (every - every.mean(1, keepdim=True)) / (every.std(1, keepdim=True) + 1e-8)
     ours = drawn.advantage[:, [0, 1, 3]].reshape(2, 12)

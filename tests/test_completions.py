@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from chunk_grpo.core.settings import load_settings
-from chunk_grpo.training import iteration, rollout
+from chunk_grpo.training import credit_assignment, rollout
+from chunk_grpo.training.groups import sample_groups
+from chunk_grpo.training.state import load_policy_and_optimizer, prepare_state
 
 BASE = {
     "steps": 9,
@@ -31,12 +33,12 @@ ROWS = {
 def state_of(folder, name: str, **more):
     """Return a loaded state whose method is a row of the table."""
     settings = load_settings("pocket/tiny", BASE | {"method": name} | ROWS.get(name, {}) | more)
-    return iteration.load_policy_and_optimizer(iteration.prepare_state(settings, folder))
+    return load_policy_and_optimizer(prepare_state(settings, folder))
 
 
 def drawn_and_completed(state, monkeypatch) -> tuple:
     """Sample groups; return them and (states, rows, levels, what the network was told, images) of each completion."""
-    calls, told, complete, velocity = [], [], iteration.complete_states, state.policy.velocity
+    calls, told, complete, velocity = [], [], rollout.complete_states, state.policy.velocity
 
     def watched(policy, conditioning, latents, options, levels):
         told.clear()
@@ -44,11 +46,11 @@ def drawn_and_completed(state, monkeypatch) -> tuple:
         calls.append((latents, conditioning, levels, [x[0].item() for x in told], made))
         return made
 
-    monkeypatch.setattr(iteration, "complete_states", watched)
+    monkeypatch.setattr(credit_assignment, "complete_states", watched)
     monkeypatch.setattr(
         state.policy, "velocity", lambda x, t, rows: (told.append(t), velocity(x, t, rows))[1]
     )
-    return iteration.sample_groups(state), calls
+    return sample_groups(state), calls
 
 
 @pytest.mark.parametrize("name", ROWS)
@@ -110,11 +112,11 @@ def test_a_completion_behind_the_noise_is_the_rollouts_own_image(tmp_path, monke
     paths = drawn.context.trajectories
     start = int(paths.sampler.stochastic[-1]) + 1
     levels = torch.arange(start, len(paths.sampler) + 1)
-    made = iteration.complete_states(
+    made = rollout.complete_states(
         policy=state.policy,
         conditioning=drawn.context.rows(torch.arange(8)),
         latents=paths.latents[:, start].float(),
-        options=iteration.RolloutOptions(paths.sampler, batch_size=8, storage_dtype=torch.bfloat16),
+        options=rollout.RolloutOptions(paths.sampler, batch_size=8, storage_dtype=torch.bfloat16),
         levels=levels,
     )
     assert torch.equal(made, paths.latents[:, -1])

@@ -10,8 +10,10 @@ from chunk_grpo import InputError
 from chunk_grpo.core.settings import METHODS, load_settings, read_settings_file
 from chunk_grpo.methods.table import method_row
 from chunk_grpo.planning import plan
-from chunk_grpo.training import iteration
-from chunk_grpo.training.methods import load_method
+from chunk_grpo.training.groups import measure_profile, sample_groups, score_base
+from chunk_grpo.training.method_loading import load_method
+from chunk_grpo.training.state import load_policy_and_optimizer, prepare_state
+from chunk_grpo.training.update import update_policy
 
 SMALL = {
     "steps": 13,
@@ -60,7 +62,7 @@ def settings_of(name: str, **more):
 def count_by_hook(settings, folder) -> Counter:
     """Train the run's iterations and count the images that go through the transformer, and those that are scored."""
     seen = Counter()
-    state = iteration.load_policy_and_optimizer(iteration.prepare_state(settings, folder))
+    state = load_policy_and_optimizer(prepare_state(settings, folder))
     phase = ""
 
     def note(module, args, kwargs, out):
@@ -77,15 +79,15 @@ def count_by_hook(settings, folder) -> Counter:
     for number in range(settings.iterations):
         state.iteration = number
         phase = "rollout"
-        rollout = iteration.sample_groups(state)
+        rollout = sample_groups(state)
         if number == 0:
-            iteration.measure_profile(state, rollout.context.trajectories)
+            measure_profile(state, rollout.context.trajectories)
         if settings.baseline_images:
             phase = "baseline"
-            iteration.score_base(state, rollout)
+            score_base(state, rollout)
         phase = "update"
         state.iteration = max(number, 1)  # what the first iteration alone measures is not counted
-        update = iteration.update_policy(state, rollout)
+        update = update_policy(state, rollout)
         seen["trained"] += sum(len(work.segment) for work in update.batches)
     state.executor.shutdown()
     return Counter({name: n / settings.iterations for name, n in seen.items()})

@@ -16,13 +16,12 @@ from chunk_grpo.reward_serving import placement
 from chunk_grpo.rewards import rewards
 from chunk_grpo.training import trainer
 from chunk_grpo.training.callbacks import Callback
-from chunk_grpo.training.methods import Method, ReplayContext, sample_chunks
+from chunk_grpo.training.chunk_sampling import sample_chunks
+from chunk_grpo.training.gradient import accumulate_gradients, ratio_floor
+from chunk_grpo.training.method import Method
+from chunk_grpo.training.replay import ReplayContext
 from chunk_grpo.training.rollout import RolloutOptions, sample_trajectories
-from chunk_grpo.training.update import (
-    accumulate_gradients,
-    build_update_batch,
-    ratio_floor,
-)
+from chunk_grpo.training.update_batch import build_update_batch
 
 EVERYTHING = [
     "eval_every=1",

@@ -17,7 +17,7 @@ from chunk_grpo.core import settings
 from chunk_grpo.core.files import RunInfo, append_json_line, hash_files, read_json, write_json
 from chunk_grpo.models import trainable
 from chunk_grpo.runs import run_folder, run_images
-from chunk_grpo.training import checkpoints, trainer
+from chunk_grpo.training import checkpoints, resuming
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -85,7 +85,7 @@ def train(state: SimpleNamespace, upto: int, before_last=lambda state: None) -> 
         seen[state.iteration] = values(state)
         if state.iteration == upto:
             before_last(state)
-        trainer.save_checkpoint(state)
+        resuming.save_checkpoint(state)
     return seen
 
 
@@ -161,7 +161,7 @@ def test_a_damaged_file_of_the_newest_checkpoint(trained, tmp_path, capsys, kind
 def falls_back(run, kind, seen, capsys) -> None:
     """The run goes on from the second iteration, and says so; the other checkpoint is set aside."""
     state = fresh(run, kind)
-    trainer.resume(state)
+    resuming.resume(state)
     said = capsys.readouterr().out
     assert state.iteration == 2 and values(state) == seen[2]
     assert said.startswith("warning: resume: the checkpoint") and said.count("\n") == 1
@@ -293,7 +293,7 @@ def test_edited_files_of_the_run_are_those_of_the_checkpoint_again(
     edited = edited if isinstance(edited, bytes) else edited.encode()
     (run / name).write_bytes(edited)
     state = fresh(run, "whole")
-    trainer.resume(state)
+    resuming.resume(state)
     assert state.iteration == 3 and (run / name).read_text() == before
     changed_back = "warning" in capsys.readouterr().out
     assert changed_back == (not edited.startswith(before.encode()))
@@ -317,7 +317,7 @@ def test_an_edited_run_json_is_refused(trained, tmp_path, change, words):
     write_json(run / "run.json", note | change | {"settings": whole})
     state.settings = settings.load_settings(whole)
     with pytest.raises(InputError) as error:
-        trainer.resume(state)
+        resuming.resume(state)
     assert words in str(error.value) and "\n" not in str(error.value)
     assert len(checkpoints.list_checkpoints(run)) == 3, "nothing is set aside"
 
@@ -331,7 +331,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew(trained, tm
     with pytest.raises(
         InputError, match="000003 is damaged .*; no checkpoint of this run can be used"
     ):
-        trainer.resume(fresh(run, "whole"))
+        resuming.resume(fresh(run, "whole"))
     assert (run / "metrics.jsonl").read_text() == before
 
 
@@ -343,7 +343,7 @@ def test_lost_checkpoints_are_said(trained, tmp_path, capsys, crash):
     shutil.rmtree(run / "checkpoints")
     with open(run / "metrics.jsonl", "ab") as file:
         file.write(crash)
-    trainer.resume(fresh(run, "whole"))
+    resuming.resume(fresh(run, "whole"))
     assert "has no checkpoint; its 3 iterations are repeated" in capsys.readouterr().out
     assert (run / "metrics.jsonl").read_bytes() == b""
 
@@ -358,7 +358,7 @@ def test_what_a_killed_process_had_begun_is_removed(trained, tmp_path):
         folder.mkdir()
         (folder / "weights.safetensors").write_bytes(bytes(1000))
     (run / ".notes.2024").write_text("mine")
-    trainer.resume(fresh(run, "whole"))
+    resuming.resume(fresh(run, "whole"))
     assert not any(folder.exists() for folder in left) and (run / ".notes.2024").is_file()
 
 

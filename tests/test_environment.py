@@ -126,7 +126,7 @@ def test_accelerator_reads_nothing_from_the_environment(monkeypatch, tmp_path):
     """Even values that the check lets through, and names that nobody has thought of."""
     from accelerate.state import AcceleratorState, GradientState, PartialState
 
-    from chunk_grpo.training import iteration
+    from chunk_grpo.training.state import make_accelerator
 
     for name, value in {
         "ACCELERATE_USE_CPU": "",
@@ -137,6 +137,6 @@ def test_accelerator_reads_nothing_from_the_environment(monkeypatch, tmp_path):
         monkeypatch.setenv(name, value)
     for shared in (AcceleratorState, PartialState, GradientState):
         monkeypatch.setattr(shared, "_shared_state", {})
-    made = iteration.make_accelerator(None, tmp_path)
+    made = make_accelerator(None, tmp_path)
     assert made.gradient_accumulation_steps == 1 and made.mixed_precision == "no"
     assert os.environ["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] == "0", "it is as it was for others"

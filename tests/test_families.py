@@ -17,14 +17,16 @@ from chunk_grpo.method.sampler import Sampler
 from chunk_grpo.models import policy, trainable
 from chunk_grpo.models.families import latents_to_tokens
 from chunk_grpo.models.inputs import ImagePrompt, open_source_image
-from chunk_grpo.training.methods import Method, ReplayContext, sample_chunks
-from chunk_grpo.training.rollout import RolloutOptions, sample_ode, sample_trajectories
-from chunk_grpo.training.update import (
+from chunk_grpo.training.chunk_sampling import sample_chunks
+from chunk_grpo.training.gradient import (
     accumulate_gradients,
-    build_update_batch,
     compute_transition_stats,
     ratio_floor,
 )
+from chunk_grpo.training.method import Method
+from chunk_grpo.training.replay import ReplayContext
+from chunk_grpo.training.rollout import RolloutOptions, sample_ode, sample_trajectories
+from chunk_grpo.training.update_batch import build_update_batch
 
 NAMES = [*tiny_families.BUILDERS, *tiny_families.EDITING_BUILDERS]
 PROMPTS = [

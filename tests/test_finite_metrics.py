@@ -46,7 +46,7 @@ def skipped(tmp_path_factory):
     folder = tmp_path_factory.mktemp("skipped")
     (folder / "ends.py").write_text(
         "import torch\n"
-        "from chunk_grpo.training.methods import Method\n"
+        "from chunk_grpo.training.method import Method\n"
         "class Ends(Method):\n"
         "    calls = 0\n"
         "    def metrics(self, items, chunk, count):\n"
@@ -87,7 +87,7 @@ def test_learning_rate_that_breaks_everything_leaves_a_readable_run(tmp_path):
         json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
 
 
-OWN = """from chunk_grpo.training.methods import Method
+OWN = """from chunk_grpo.training.method import Method
 class Own(Method):
     def metrics(self, items, chunk, count):
         return super().metrics(items, chunk, count) | {%s}
@@ -131,7 +131,7 @@ def test_metrics_of_a_method_that_cannot_be_kept_are_rejected_by_name(entry, wor
 
 def test_metrics_of_a_method_must_be_a_mapping(tmp_path):
     (tmp_path / "own.py").write_text(
-        "from chunk_grpo.training.methods import Method\n"
+        "from chunk_grpo.training.method import Method\n"
         "class Own(Method):\n    def metrics(self, items, chunk, count):\n"
         "        return [1.0]\n"
     )

@@ -17,7 +17,8 @@ from chunk_grpo.method.credit import credit_advantages, nearest_distances
 from chunk_grpo.method.sampler import Sampler
 from chunk_grpo.method.schedule import sigmas
 from chunk_grpo.method.sharing import Sharing, edge_advantages, shared_states
-from chunk_grpo.training.methods import Method, load_method
+from chunk_grpo.training.method import Method
+from chunk_grpo.training.method_loading import load_method
 
 GOLDEN = json.loads((Path(__file__).parent / "golden_methods.json").read_text())
 SHAPE = (4, 2, 3)

@@ -9,14 +9,13 @@ from chunk_grpo import InputError
 from chunk_grpo.core.settings import METHODS, load_settings
 from chunk_grpo.models import trainable
 from chunk_grpo.rewards.rewards import score_images
-from chunk_grpo.training import iteration, trainer
-from chunk_grpo.training.methods import ReplayContext, load_method
+from chunk_grpo.training import trainer
+from chunk_grpo.training.gradient import accumulate_gradients, compute_transition_stats
+from chunk_grpo.training.method_loading import load_method
+from chunk_grpo.training.replay import ReplayContext
 from chunk_grpo.training.rollout import RolloutOptions, sample_trajectories
-from chunk_grpo.training.update import (
-    accumulate_gradients,
-    build_update_batch,
-    compute_transition_stats,
-)
+from chunk_grpo.training.state import load_policy_and_optimizer, prepare_state
+from chunk_grpo.training.update_batch import build_update_batch
 
 TINY = [
     "iterations=1",
@@ -255,7 +254,7 @@ WRONG = {
 HEAD = """import torch
 
 from chunk_grpo.method.chunks import Chunks
-from chunk_grpo.training.methods import Method
+from chunk_grpo.training.method import Method
 
 
 class Own(Method):
@@ -276,8 +275,8 @@ VALUES = {
 
 def trained(folder, **values) -> list[dict]:
     """Train an iteration and return its metrics and its advantages."""
-    state = iteration.prepare_state(load_settings("pocket/tiny", VALUES | values), folder)
-    return trainer.train_iteration(iteration.load_policy_and_optimizer(state))
+    state = prepare_state(load_settings("pocket/tiny", VALUES | values), folder)
+    return trainer.train_iteration(load_policy_and_optimizer(state))
 
 
 @pytest.mark.parametrize("fault", WRONG)

@@ -11,9 +11,11 @@ from chunk_grpo.core.settings import dump_settings, load_settings
 from chunk_grpo.method.credit import outrun_images
 from chunk_grpo.method.sharing import shared_states
 from chunk_grpo.models import trainable
-from chunk_grpo.training.methods import ReplayContext, load_method
+from chunk_grpo.training.gradient import accumulate_gradients
+from chunk_grpo.training.method_loading import load_method
+from chunk_grpo.training.replay import ReplayContext
 from chunk_grpo.training.rollout import RolloutOptions, sample_trajectories
-from chunk_grpo.training.update import accumulate_gradients, build_update_batch
+from chunk_grpo.training.update_batch import build_update_batch
 
 SPEC = importlib.util.spec_from_file_location("sweep", Path(__file__).parents[1] / "tools/sweep.py")
 sweep = importlib.util.module_from_spec(SPEC)

@@ -12,12 +12,9 @@ from chunk_grpo import InputError
 from chunk_grpo.core import settings
 from chunk_grpo.core.settings import check_resume, load_settings
 from chunk_grpo.runs import verify
-from chunk_grpo.training import trainer
-from chunk_grpo.training.iteration import (
-    load_policy_and_optimizer,
-    prepare_state,
-    scheduled_learning_rate,
-)
+from chunk_grpo.training import resuming, trainer
+from chunk_grpo.training.state import load_policy_and_optimizer, prepare_state
+from chunk_grpo.training.update import scheduled_learning_rate
 
 FEW = {
     "steps": 3,
@@ -128,9 +125,9 @@ def test_optimizer_and_metrics_have_the_rate_and_a_resumed_run_equals_an_uninter
     for _ in range(2):
         trainer.train_iteration(cut)
     (tmp_path / "cut" / "metrics.jsonl").write_text("")
-    trainer.save_checkpoint(cut)
+    resuming.save_checkpoint(cut)
     resumed = fresh(home, tmp_path / "cut", **FALLING)
-    trainer.resume(resumed)
+    resuming.resume(resumed)
     assert [trainer.train_iteration(resumed)["lr"] for _ in range(2)] == found[2:]
     pairs = zip(whole.policy.trained, resumed.policy.trained, strict=True)
     assert all(torch.equal(a, b) for a, b in pairs)

@@ -10,14 +10,15 @@ from commands import run
 from chunk_grpo import InputError
 from chunk_grpo.core.settings import dump_settings, load_settings
 from chunk_grpo.studies.design import load_study
-from chunk_grpo.training.methods import Method, load_method
+from chunk_grpo.training.method import Method
+from chunk_grpo.training.method_loading import load_method
 
 CODE = '''
 from dataclasses import dataclass
 
 import torch
 
-from chunk_grpo.training.methods import Method
+from chunk_grpo.training.method import Method
 
 
 class ClipHigher(Method):

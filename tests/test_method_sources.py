@@ -9,8 +9,9 @@ from chunk_grpo.core.settings import METHODS, load_settings
 from chunk_grpo.method.sampler import Sampler
 from chunk_grpo.method.schedule import sigmas
 from chunk_grpo.method.windows import Window
-from chunk_grpo.training import iteration, trainer
-from chunk_grpo.training.methods import load_method
+from chunk_grpo.training import trainer
+from chunk_grpo.training.method_loading import load_method
+from chunk_grpo.training.state import load_policy_and_optimizer, prepare_state
 
 SMALL = {
     "steps": 7,
@@ -134,7 +135,7 @@ def test_a_row_trains_with_equal_rewards_and_corner_settings_or_is_rejected_when
         except InputError as error:
             assert len(str(error).splitlines()) == 1
             return
-        state = iteration.load_policy_and_optimizer(iteration.prepare_state(settings, tmp_path))
+        state = load_policy_and_optimizer(prepare_state(settings, tmp_path))
         for _ in range(settings.iterations):
             line = trainer.train_iteration(state)
             assert line["skipped_updates"] == 0 and line["grad_norm"] < float("inf")
@@ -148,6 +149,6 @@ def test_online_dpo_goes_on_where_all_groups_have_equal_rewards(tmp_path):
     settings = load_settings(
         "pocket/tiny", SMALL | {"method": "online-dpo", "reward": f"{tmp_path / 'equal.py'}:same"}
     )
-    state = iteration.load_policy_and_optimizer(iteration.prepare_state(settings, tmp_path))
+    state = load_policy_and_optimizer(prepare_state(settings, tmp_path))
     line = trainer.train_iteration(state)
     assert line["grad_norm"] == 0 and line["skipped_updates"] == 0

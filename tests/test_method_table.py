@@ -27,14 +27,16 @@ from chunk_grpo.method.sampler import Sampler
 from chunk_grpo.method.surrogates import SURROGATES, Surrogate
 from chunk_grpo.methods.table import method_row
 from chunk_grpo.models import trainable
-from chunk_grpo.training import iteration, trainer
-from chunk_grpo.training.methods import Method, ReplayContext, load_method
+from chunk_grpo.training import trainer
+from chunk_grpo.training.credit_assignment import chunk_gains
+from chunk_grpo.training.gradient import accumulate_gradients, compute_transition_stats
+from chunk_grpo.training.groups import sample_groups
+from chunk_grpo.training.method import Method
+from chunk_grpo.training.method_loading import load_method
+from chunk_grpo.training.replay import ReplayContext
 from chunk_grpo.training.rollout import RolloutOptions, sample_trajectories
-from chunk_grpo.training.update import (
-    accumulate_gradients,
-    build_update_batch,
-    compute_transition_stats,
-)
+from chunk_grpo.training.state import load_policy_and_optimizer, prepare_state
+from chunk_grpo.training.update_batch import build_update_batch
 
 FOLDER = Path(__file__).parent / "methods"
 KEYS = [(0, 0, p, g) for p in range(2) for g in range(4)]
@@ -450,7 +452,7 @@ def test_a_moving_reference_is_the_weights_of_some_iterations_ago(name, tmp_path
             "learning_rate": 1e-3,
         },
     )
-    state = iteration.load_policy_and_optimizer(iteration.prepare_state(settings, tmp_path))
+    state = load_policy_and_optimizer(prepare_state(settings, tmp_path))
     found = []
     for _ in range(4):
         trainer.train_iteration(state)
@@ -551,7 +553,7 @@ def test_chunks_are_cut_again_by_the_present_policy(tmp_path):
             "learning_rate": 1e-2,
         },
     )
-    state = iteration.load_policy_and_optimizer(iteration.prepare_state(settings, tmp_path))
+    state = load_policy_and_optimizer(prepare_state(settings, tmp_path))
     profiles = []
     for _ in range(3):
         trainer.train_iteration(state)
@@ -590,7 +592,7 @@ def test_other_families_train_by_the_same_path(family, rank, tmp_path, monkeypat
     }
     for name in ("guard", "mix", "tempflow", "awm", "nft", "dgpo"):
         settings = load_settings({**base, "method": name})
-        state = iteration.load_policy_and_optimizer(iteration.prepare_state(settings, tmp_path))
+        state = load_policy_and_optimizer(prepare_state(settings, tmp_path))
         line = trainer.train_iteration(state)
         assert 0 < line["grad_norm"] < float("inf") and line["skipped_updates"] == 0, name
 
@@ -707,7 +709,7 @@ def test_a_state_that_a_group_shares_is_completed_once(policy, tmp_path):
         "threads": 1,
     }
     settings = load_settings("pocket/tiny", {**SMALL, "method": "self-opd", **more})
-    state = iteration.load_policy_and_optimizer(iteration.prepare_state(settings, tmp_path))
+    state = load_policy_and_optimizer(prepare_state(settings, tmp_path))
     asked = []
     scored = []
     velocity, reward = state.policy.velocity, state.rewards["pocket-clip"]
@@ -716,10 +718,10 @@ def test_a_state_that_a_group_shares_is_completed_once(policy, tmp_path):
         scored.append(len(images)),
         reward(images, prompts),
     )[1]
-    drawn = iteration.sample_groups(state)
+    drawn = sample_groups(state)
     counts = state.method.counts()
     assert sum(asked) == counts.rollout and sum(scored) == counts.scored == 8 + 2
-    gains = iteration.chunk_gains(state, drawn.context, drawn.scores)[0][1]["pocket-clip"]
+    gains = chunk_gains(state, drawn.context, drawn.scores)[0][1]["pocket-clip"]
     baseline = (drawn.scores["pocket-clip"] - gains).reshape(2, 4)
     torch.testing.assert_close(baseline, baseline[:, :1].expand(2, 4))
 
@@ -738,8 +740,8 @@ def test_gardo_holds_the_images_alone_whose_reward_outruns_the_others(policy, tm
         "updates_per_iteration": 1,
     }
     settings = load_settings("pocket/tiny", {**base, "anchor_share": 0.5})
-    state = iteration.load_policy_and_optimizer(iteration.prepare_state(settings, tmp_path))
-    drawn = iteration.sample_groups(state)
+    state = load_policy_and_optimizer(prepare_state(settings, tmp_path))
+    drawn = sample_groups(state)
     assert set(drawn.scores) == {"pocket-clip"} and drawn.context.anchored.sum() >= 4
     assert not drawn.context.anchored.all()
     with torch.no_grad():
@@ -777,8 +779,8 @@ def test_a_good_image_earns_by_its_distance_to_its_nearest_sibling(policy, tmp_p
                 "reward_options": {"pocket-clip": {"worker": False}},
             },
         )
-        state = iteration.load_policy_and_optimizer(iteration.prepare_state(settings, tmp_path))
-        made[diverse] = iteration.sample_groups(state).advantage
+        state = load_policy_and_optimizer(prepare_state(settings, tmp_path))
+        made[diverse] = sample_groups(state).advantage
     good = made[False] > 0
     assert torch.equal(made[True][~good], made[False][~good]) and good.any()
     assert not torch.allclose(made[True][good], made[False][good]) and (made[True][good] >= 0).all()

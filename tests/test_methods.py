@@ -14,14 +14,13 @@ from chunk_grpo.core import settings
 from chunk_grpo.core.settings import import_callable
 from chunk_grpo.method.sampler import Sampler
 from chunk_grpo.models import trainable
-from chunk_grpo.training.methods import Method, ReplayContext, load_method, sample_chunks
+from chunk_grpo.training.chunk_sampling import sample_chunks
+from chunk_grpo.training.gradient import accumulate_gradients, compute_transition_stats
+from chunk_grpo.training.method import Method
+from chunk_grpo.training.method_loading import load_method
+from chunk_grpo.training.replay import ReplayContext
 from chunk_grpo.training.rollout import RolloutOptions, sample_trajectories
-from chunk_grpo.training.update import (
-    accumulate_gradients,
-    build_update_batch,
-    compute_transition_stats,
-    split_updates,
-)
+from chunk_grpo.training.update_batch import build_update_batch, split_updates
 
 FOLDER = Path(__file__).parent / "methods"
 FILES = {"Guard": "guard.py", "Mix": "mix.py", "NFT": "nft.py"}
@@ -290,7 +289,7 @@ def test_a_preset_sets_axes_and_what_stands_beside_it_wins():
 def test_a_run_of_somebody_elses_imports_no_code_without_trust(tmp_path):
     mark = tmp_path / "imported"
     (tmp_path / "evil.py").write_text(
-        f"open({str(mark)!r}, 'w')\nfrom chunk_grpo.training.methods import Method\n"
+        f"open({str(mark)!r}, 'w')\nfrom chunk_grpo.training.method import Method\n"
     )
     words = [*SMALL[1:], "iterations=1"]
     run("train", "pocket/tiny", *words, "--out", tmp_path / "run", "--no-report")

@@ -21,7 +21,7 @@ from chunk_grpo.planning.plan import (
     read_model_config,
 )
 from chunk_grpo.runs import run_folder
-from chunk_grpo.training.iteration import load_policy_and_optimizer, prepare_state
+from chunk_grpo.training.state import load_policy_and_optimizer, prepare_state
 
 SD35 = """LICENSE.md model_index.json sd3.5_large.safetensors scheduler/scheduler_config.json mmdit.png
 text_encoder/config.json text_encoder/model.safetensors text_encoder/model.fp16.safetensors

@@ -16,7 +16,8 @@ from small_runs import alike, metrics, trained, wait_for
 DRAW = """
 import sys, torch
 from chunk_grpo.core import settings
-from chunk_grpo.training.iteration import load_policy_and_optimizer, prepare_state, sample_groups
+from chunk_grpo.training.state import load_policy_and_optimizer, prepare_state
+from chunk_grpo.training.groups import sample_groups
 from chunk_grpo.training.rollout import initial_noise
 state = load_policy_and_optimizer(prepare_state(settings.load_settings(sys.argv[1]), sys.argv[2]))
 paths = sample_groups(state).context.trajectories

@@ -11,7 +11,8 @@ from chunk_grpo import InputError
 from chunk_grpo.core import settings
 from chunk_grpo.models import inputs, prompt_embeds
 from chunk_grpo.models.families import FluxPolicy
-from chunk_grpo.training import iteration, trainer
+from chunk_grpo.training import trainer
+from chunk_grpo.training.state import TrainingState
 
 SMALL = {
     "iterations": 3,
@@ -91,7 +92,7 @@ def test_processes_share_the_prompts(monkeypatch, tmp_path):
     def needed(rank, processes):
         accelerator = type("A", (), {"process_index": rank, "num_processes": processes})
         texts = [f"train {i}" for i in range(1000)], [f"test {i}" for i in range(50)]
-        return iteration.TrainingState(
+        return TrainingState(
             run_settings, tmp_path, accelerator, *texts, {}, {}, None
         ).needed_prompts()
 

@@ -27,19 +27,19 @@ from chunk_grpo.method.schedule import sigmas
 from chunk_grpo.models.trainable import load_trainable_policy
 from chunk_grpo.planning import plan
 from chunk_grpo.runs import run_images
-from chunk_grpo.training import iteration as iterations
-from chunk_grpo.training.methods import ReplayContext, load_method
+from chunk_grpo.training.gradient import accumulate_gradients, compute_transition_stats
+from chunk_grpo.training.groups import measure_profile, sample_groups, score_base
+from chunk_grpo.training.method_loading import load_method
+from chunk_grpo.training.replay import ReplayContext
 from chunk_grpo.training.rollout import (
     RolloutOptions,
     as_image_keys,
     draw_size,
     sample_trajectories,
 )
-from chunk_grpo.training.update import (
-    accumulate_gradients,
-    build_update_batch,
-    compute_transition_stats,
-)
+from chunk_grpo.training.state import TrainingState, load_policy_and_optimizer, prepare_state
+from chunk_grpo.training.update import update_policy
+from chunk_grpo.training.update_batch import build_update_batch
 
 SIZES = [[64, 64], [32, 96], [96, 32]]
 WIDE, TALL = (32, 96), (96, 32)
@@ -97,10 +97,10 @@ def test_an_editing_model_needs_one_size():
         plan.estimate_numbers(settings, rate=1e12)
 
 
-def state_of(folder, process: int = 0, processes: int = 1, **more) -> iterations.TrainingState:
+def state_of(folder, process: int = 0, processes: int = 1, **more) -> TrainingState:
     """A state without a policy, as one of several processes has it."""
     words = {"resolution": SIZES, "prompts_per_iteration": 8, "images_per_prompt": 4} | more
-    state = iterations.prepare_state(load_settings("pocket/tiny", words), folder)
+    state = prepare_state(load_settings("pocket/tiny", words), folder)
     state.accelerator = SimpleNamespace(
         process_index=process, num_processes=processes, device=torch.device("cpu")
     )
@@ -213,20 +213,20 @@ def test_methods_train_groups_of_several_sizes(name, tmp_path):
     words |= {"eval_every": 0, "eval_count": 1, "threads": 1, "baseline_images": 1}
     words |= {"images_per_prompt": 4, "updates_per_iteration": 1, "rollout_batch": 6}
     settings = load_settings("pocket/tiny", words | {"resolution": SIZES} | METHODS[name])
-    state = iterations.load_policy_and_optimizer(iterations.prepare_state(settings, tmp_path))
+    state = load_policy_and_optimizer(prepare_state(settings, tmp_path))
     sampled = set()
     for _ in range(2):
-        rollout = iterations.sample_groups(state)
+        rollout = sample_groups(state)
         paths = rollout.context.trajectories
         sampled |= set(paths.sizes)
         for group in range(4):
             assert len(set(paths.sizes[4 * group : 4 * group + 4])) == 1
         assert rollout.advantage.isfinite().all()
-        base = iterations.score_base(state, rollout)
+        base = score_base(state, rollout)
         assert all(len(scores) == 4 for scores in base.values())
-        profile = iterations.measure_profile(state, paths)
+        profile = measure_profile(state, paths)
         assert "latent_numel" not in profile and min(profile["mean"]) >= 0
-        update = iterations.update_policy(state, rollout)
+        update = update_policy(state, rollout)
         assert all(map(math.isfinite, update.norms)) and max(update.norms) > 0
         assert all(floor < 1e-4 for floor in update.floors)
         assert state.policy.resolution == 64

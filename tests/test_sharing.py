@@ -8,9 +8,11 @@ from chunk_grpo.core.settings import load_settings
 from chunk_grpo.method.sharing import Sharing, edge_advantages, rollout_forwards, shared_states
 from chunk_grpo.models import trainable
 from chunk_grpo.models.policy import decode_latents
-from chunk_grpo.training import iteration
-from chunk_grpo.training.methods import load_method
+from chunk_grpo.training.credit_assignment import chunk_gains
+from chunk_grpo.training.groups import sample_groups
+from chunk_grpo.training.method_loading import load_method
 from chunk_grpo.training.rollout import RolloutOptions, sample_sde, sample_trajectories
+from chunk_grpo.training.state import load_policy_and_optimizer, prepare_state
 
 BASE = {
     "steps": 6,
@@ -129,8 +131,8 @@ def groups(tmp_path, changes=(), **more):
     settings = load_settings(
         "pocket/tiny", {**BASE, "eval_count": 1, "threads": 1, **more}
     ).model_copy(update=dict(changes))
-    state = iteration.load_policy_and_optimizer(iteration.prepare_state(settings, tmp_path))
-    return state, iteration.sample_groups(state)
+    state = load_policy_and_optimizer(prepare_state(settings, tmp_path))
+    return state, sample_groups(state)
 
 
 def test_gains_of_chunks_add_up_to_what_the_image_gained(tmp_path):
@@ -175,8 +177,8 @@ def test_gains_of_all_chunks_are_compared_with_each_other(tmp_path):
     images = decode_latents(state.policy, seen.detach(), 4)
     prompts = [state.prompts[key[2]] for key in paths.keys]
     after = torch.as_tensor(state.rewards["pocket-clip"](images, prompts))
-    ((_, first), (_, _)) = reversed(iteration.chunk_gains(state, drawn.context, drawn.scores))
-    ((_, second), (_, _)) = iteration.chunk_gains(state, drawn.context, drawn.scores)
+    ((_, first), (_, _)) = reversed(chunk_gains(state, drawn.context, drawn.scores))
+    ((_, second), (_, _)) = chunk_gains(state, drawn.context, drawn.scores)
     torch.testing.assert_close(
         second["pocket-clip"], drawn.scores["pocket-clip"] - after, rtol=0, atol=1e-4
     )

@@ -19,10 +19,12 @@ from chunk_grpo.method.chunks import Chunks
 from chunk_grpo.method.sampler import Sampler
 from chunk_grpo.method.schedule import sigmas
 from chunk_grpo.models import trainable
-from chunk_grpo.training.iteration import measure_ratio_floor
-from chunk_grpo.training.methods import Method, ReplayContext
+from chunk_grpo.training.gradient import accumulate_gradients
+from chunk_grpo.training.method import Method
+from chunk_grpo.training.replay import ReplayContext
 from chunk_grpo.training.rollout import RolloutOptions, sample_trajectories
-from chunk_grpo.training.update import accumulate_gradients, build_update_batch
+from chunk_grpo.training.update import measure_ratio_floor
+from chunk_grpo.training.update_batch import build_update_batch
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "research"))

@@ -14,7 +14,7 @@ from chunk_grpo import InputError
 from chunk_grpo.core.files import read_json, write_json
 from chunk_grpo.studies import design, pilot, study
 
-METHOD = """from chunk_grpo.training.methods import Method
+METHOD = """from chunk_grpo.training.method import Method
 
 class Rank(Method):
     def advantages(self, scores, weights):
@@ -420,7 +420,7 @@ def test_a_study_with_code_of_its_own_runs_to_its_rows(home, tmp_path):
 def test_a_new_study_is_written_with_the_code_of_its_arms(tmp_path):
     """The command writes both files and copies the code; what cannot be a study leaves nothing."""
     (tmp_path / "mine.py").write_text(
-        "from chunk_grpo.training.methods import Method\n\n\nclass Rank(Method):\n    pass\n"
+        "from chunk_grpo.training.method import Method\n\n\nclass Rank(Method):\n    pass\n"
     )
     words = ["study", "ranks", "--new", "--arms", "steps,mine.py:Rank", "--base", "pocket/tiny"]
     said = run(*words, cwd=tmp_path)

@@ -6,8 +6,10 @@ import pytest
 import torch
 
 from chunk_grpo.core import settings
-from chunk_grpo.training import iteration
+from chunk_grpo.training.groups import measure_profile, sample_groups
 from chunk_grpo.training.rollout import initial_noise, sample_ode
+from chunk_grpo.training.state import load_policy_and_optimizer, prepare_state
+from chunk_grpo.training.update import update_policy
 
 FEW = {
     "iterations": 1,
@@ -34,10 +36,10 @@ def told(state, monkeypatch) -> dict[str, list[float]]:
 
     monkeypatch.setattr(state.policy, "predict", watched)
     phase = "rollout"
-    rollout = iteration.sample_groups(state)
-    iteration.measure_profile(state, rollout.context.trajectories)
+    rollout = sample_groups(state)
+    measure_profile(state, rollout.context.trajectories)
     phase = "update"
-    iteration.update_policy(state, replace(rollout, advantage=torch.tensor([1.0, -1.0])))
+    update_policy(state, replace(rollout, advantage=torch.tensor([1.0, -1.0])))
     phase = "ode"
     sample_ode(
         state.policy,
@@ -52,7 +54,7 @@ def told(state, monkeypatch) -> dict[str, list[float]]:
 def test_whole_timesteps_are_told_where_they_are_asked_for(truncated, tmp_path, monkeypatch):
     monkeypatch.setenv("CHUNK_GRPO_CACHE", str(tmp_path / "cache"))
     run_settings = settings.load_settings("pocket/tiny", FEW | {"truncate_timesteps": truncated})
-    state = iteration.load_policy_and_optimizer(iteration.prepare_state(run_settings, tmp_path))
+    state = load_policy_and_optimizer(prepare_state(run_settings, tmp_path))
     found = told(state, monkeypatch)
     grid = [1000 * x for x in state.method.sigmas.double().tolist()]
     assert any(abs(x - round(x)) > 0.01 for x in found["ode"]), (

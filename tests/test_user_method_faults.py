@@ -6,14 +6,14 @@ from commands import call
 from chunk_grpo import InputError
 from chunk_grpo.core import settings
 from chunk_grpo.runs import launch
-from chunk_grpo.training.methods import load_method
+from chunk_grpo.training.method_loading import load_method
 
 HEAD = """import abc
 import torch
 from chunk_grpo import InputError
 from chunk_grpo.method.chunks import Chunks
 from chunk_grpo.method.sampler import Sampler
-from chunk_grpo.training.methods import Method
+from chunk_grpo.training.method import Method
 
 """
 FAULTS = {  # body of a class on Method -> the hook, and words of the sentence

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from chunk_grpo.method.sampler import Sampler
-from chunk_grpo.training.methods import ChunkTerms, TransitionBatch
+from chunk_grpo.training.replay import ChunkTerms, TransitionBatch
 
 
 def batch_of(

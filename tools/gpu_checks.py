@@ -41,10 +41,13 @@ from chunk_grpo.models.policy import ModelConfig, Policy, decode_latents
 from chunk_grpo.planning import plan
 from chunk_grpo.runs import run_folder
 from chunk_grpo.training import metrics, trainer
-from chunk_grpo.training.iteration import TrainingState
-from chunk_grpo.training.methods import Method, ReplayContext, sample_chunks
+from chunk_grpo.training.chunk_sampling import sample_chunks
+from chunk_grpo.training.gradient import chunk_means, compute_transition_stats
+from chunk_grpo.training.method import Method
+from chunk_grpo.training.replay import ReplayContext
 from chunk_grpo.training.rollout import RolloutOptions, sample_trajectories
-from chunk_grpo.training.update import build_update_batch, chunk_means, compute_transition_stats
+from chunk_grpo.training.state import TrainingState
+from chunk_grpo.training.update_batch import build_update_batch
 
 ROOT = Path(__file__).resolve().parents[1]
 Parts = dict[str, Callable[[], Measured]]

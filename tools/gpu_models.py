@@ -19,9 +19,8 @@ from chunk_grpo.models.policy import TORCH_DTYPES, ModelConfig, Policy
 from chunk_grpo.planning import plan
 from chunk_grpo.reward_serving import placement
 from chunk_grpo.rewards.hpsv3 import IMAGE_TOKEN, REWARD_TOKEN, HPSv3, build_reward_head
-from chunk_grpo.training import iteration
-from chunk_grpo.training.iteration import TrainingState
 from chunk_grpo.training.rollout import make_generator
+from chunk_grpo.training.state import TrainingState, load_policy_and_optimizer, prepare_state
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 PUBLISHED = {
@@ -274,8 +273,8 @@ def prepare_training(
     run.mkdir(parents=True, exist_ok=True)
     rewards, policies, embeds = replaced_loaders(config, settings, folder / "model", scorer)
     with rewards, policies, embeds:
-        state = iteration.prepare_state(settings, run)
-        return iteration.load_policy_and_optimizer(state)
+        state = prepare_state(settings, run)
+        return load_policy_and_optimizer(state)
 
 
 # ------------------------------------------------------------------------------------------- text encoders and scorers

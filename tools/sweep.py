@@ -36,8 +36,10 @@ from chunk_grpo.core.files import read_json, write_json
 from chunk_grpo.core.settings import METHODS, Settings, load_settings, read_settings_file
 from chunk_grpo.models import trainable
 from chunk_grpo.reward_serving import placement
-from chunk_grpo.training import iteration, trainer
-from chunk_grpo.training.methods import load_method
+from chunk_grpo.training import trainer
+from chunk_grpo.training import update as updating
+from chunk_grpo.training.method_loading import load_method
+from chunk_grpo.training.state import load_policy_and_optimizer, prepare_state
 
 OUT = Path(__file__).parents[1] / "runs" / "results" / "sweep.json"
 SMALLEST_CHANGE = 1e-4  # of what training moves the weights: less is rounding
@@ -225,7 +227,7 @@ class Runs:
         updates = []
 
         def update_policy(state, rollout):
-            update = iteration.update_policy(state, rollout)
+            update = updating.update_policy(state, rollout)
             updates.extend(update.batches)
             return update
 
@@ -233,9 +235,7 @@ class Runs:
         placement.load_placed_reward = self.reward_once
         trainer.update_policy = update_policy
         try:
-            state = iteration.load_policy_and_optimizer(
-                iteration.prepare_state(settings, self.folder)
-            )
+            state = load_policy_and_optimizer(prepare_state(settings, self.folder))
             state.optimizer = torch.optim.SGD(
                 state.policy.trained, lr=settings.learning_rate, weight_decay=settings.weight_decay
             )
@@ -245,7 +245,7 @@ class Runs:
         finally:
             trainable.load_trainable_policy = self.load
             placement.load_placed_reward = self.load_reward
-            trainer.update_policy = iteration.update_policy
+            trainer.update_policy = updating.update_policy
         state.executor.shutdown()
         final = state.ema.shadow_params if state.ema is not None else state.policy.trained
         moved = torch.cat([p.detach().flatten() for p in final]) - start

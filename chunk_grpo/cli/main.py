@@ -231,7 +231,7 @@ def plan(
     )
     from chunk_grpo.planning import plan as planning  # these here, since they import torch
     from chunk_grpo.pocket import POCKET_MODELS
-    from chunk_grpo.training.methods import call_hook, load_method
+    from chunk_grpo.training.method_loading import call_hook, load_method
 
     # No folder and no code that the settings of somebody else's run name may be opened.
     origin = "own" if source else run_folder.run_origin(run)

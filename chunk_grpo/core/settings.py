@@ -292,7 +292,7 @@ class _ChunkSettings(BaseModel):
         {},
         "",
         OURS,
-        "Options of the method's own, one as method.NAME=VALUE; its class says which (notebook training/methods).",
+        "Options of the method's own, one as method.NAME=VALUE; its class says which (notebook training/method).",
         takes="a mapping from names of options to their values",
     )
     chunks: _SizesText = setting(

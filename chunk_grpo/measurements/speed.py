@@ -39,7 +39,9 @@ from ..models.policy import TORCH_DTYPES, Policy, decode_latents
 from ..planning import plan
 from ..reward_serving import placement
 from ..rewards import rewards
-from ..training.methods import Method, ReplayContext, sample_chunks
+from ..training.method import Method
+from ..training.replay import ReplayContext
+from ..training.chunk_sampling import sample_chunks
 from chunk_grpo.training.rollout import (
     ImageKey,
     RolloutOptions,
@@ -47,7 +49,8 @@ from chunk_grpo.training.rollout import (
     make_generator,
     sample_trajectories,
 )
-from ..training.update import accumulate_gradients, build_update_batch
+from ..training.gradient import accumulate_gradients
+from ..training.update_batch import build_update_batch
 
 # %% ../../nbs/11_measurements/01_speed.ipynb #0d9e5164
 def time_call(

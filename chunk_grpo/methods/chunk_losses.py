@@ -14,7 +14,8 @@ from torch import Tensor
 from .. import InputError
 from ..method.sampler import Sampler
 from .decoupled import Elbo, renoise
-from ..training.methods import Method, ReplayContext, TransitionBatch
+from ..training.method import Method
+from ..training.replay import ReplayContext, TransitionBatch
 
 # %% ../../nbs/08_methods/03_chunk_losses.ipynb #b1947ac4
 class ElboOfChunks(Elbo):

@@ -22,13 +22,9 @@ from ..method.dynamics import chunk_count
 from ..method.sampler import Sampler
 from ..method.schedule import add_noise, velocity_target
 from ..planning.plan import transitions_per_image
-from chunk_grpo.training.methods import (
-    ChunkTerms,
-    Method,
-    ReplayContext,
-    TransitionBatch,
-    sample_chunks,
-)
+from ..training.replay import ChunkTerms, ReplayContext, TransitionBatch
+from ..training.method import Method
+from ..training.chunk_sampling import sample_chunks
 from ..training.rollout import Trajectories, make_generator
 
 # %% ../../nbs/08_methods/01_decoupled.ipynb #40091cca

@@ -16,7 +16,8 @@ from ..core.settings import Settings
 from ..method.credit import combine_rewards
 from ..method.sampler import Sampler
 from .decoupled import centred
-from ..training.methods import ChunkTerms, Method, ReplayContext, TransitionBatch
+from ..training.replay import ChunkTerms, ReplayContext, TransitionBatch
+from ..training.method import Method
 
 # %% ../../nbs/08_methods/02_groups.ipynb #fc1cdd1e
 def group_log_softmax(

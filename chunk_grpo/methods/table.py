@@ -8,7 +8,8 @@ __all__ = ['describe_axes', 'method_row']
 # %% ../../nbs/08_methods/00_table.ipynb #af29634e
 from .. import InputError
 from ..core.settings import METHODS, Settings, load_settings
-from ..training.methods import Method, load_method
+from ..training.method import Method
+from ..training.method_loading import load_method
 
 # %% ../../nbs/08_methods/00_table.ipynb #ed9f36df
 def _describe_noise(settings: Settings, method: Method) -> str:

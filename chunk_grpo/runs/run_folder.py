@@ -505,7 +505,7 @@ def create_run(
         check_environment(settings.compile)
         # imported here, since diffusers takes seconds to import
         from chunk_grpo.planning.plan import check_device, check_disk_space, check_forward
-        from chunk_grpo.training.methods import load_method
+        from chunk_grpo.training.method_loading import load_method
 
         check_device(settings)
         check_named_code(settings)

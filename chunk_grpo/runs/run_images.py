@@ -76,7 +76,7 @@ from chunk_grpo.runs.run_folder import (
     run_origin,
 )
 from ..training import checkpoints
-from ..training.methods import load_method
+from ..training.method_loading import load_method
 from ..training.rollout import draw_size, sample_images
 
 # %% ../../nbs/09_runs/02_run_images.ipynb #96a14825

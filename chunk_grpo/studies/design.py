@@ -35,7 +35,7 @@ from chunk_grpo.core.validation import (
 )
 from ..evaluation.evaluate import check_evaluation_changes
 from ..models.inputs import content_hashes
-from ..training.methods import load_method
+from ..training.method_loading import load_method
 
 # %% ../../nbs/13_studies/00_design.ipynb #30403af5
 class Study(BaseModel):

@@ -2,7 +2,7 @@
 
 import torch
 
-from chunk_grpo.training.methods import Method
+from chunk_grpo.training.method import Method
 
 
 class Guard(Method):

@@ -2,7 +2,7 @@
 
 from chunk_grpo.method.chunks import Chunks
 from chunk_grpo.method.sampler import Sampler
-from chunk_grpo.training.methods import Method
+from chunk_grpo.training.method import Method
 
 WIDTH, EVERY = 4, 25  # transitions of the window, iterations until it moves by one
 

@@ -5,7 +5,7 @@ import torch
 from chunk_grpo.method.chunks import Chunks
 from chunk_grpo.method.sampler import Sampler
 from chunk_grpo.method.schedule import add_noise
-from chunk_grpo.training.methods import Method
+from chunk_grpo.training.method import Method
 from chunk_grpo.training.rollout import make_generator
 
 
