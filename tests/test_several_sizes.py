@@ -19,6 +19,7 @@ from chunk_grpo.core.settings import (
     load_settings,
     training_sizes,
 )
+from chunk_grpo.evaluation import run_images
 from chunk_grpo.measurements.profiles import measure_distances
 from chunk_grpo.measurements.speed import load_workload_settings
 from chunk_grpo.method.chunks import Chunks
@@ -26,7 +27,6 @@ from chunk_grpo.method.sampler import Sampler
 from chunk_grpo.method.schedule import sigmas
 from chunk_grpo.models.trainable import load_trainable_policy
 from chunk_grpo.planning import plan
-from chunk_grpo.runs import run_images
 from chunk_grpo.training import iteration as iterations
 from chunk_grpo.training.methods import ReplayContext, load_method
 from chunk_grpo.training.rollout import (

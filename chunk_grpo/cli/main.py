@@ -460,7 +460,8 @@ def train(
             f"`--{'resume' if resume else 'nodes'}` needs the run folder in `--out`; got none"
         )
     from chunk_grpo.planning import plan as planning  # these here, since they import torch
-    from chunk_grpo.runs import launch, run_folder, run_images
+    from chunk_grpo.runs import launch, run_folder
+    from chunk_grpo.runs.processes import drawing_processes
 
     # Without --out the run folder is named after the preset or the settings file.
     if Path(source).suffix in (".yaml", ".yml"):
@@ -475,7 +476,7 @@ def train(
     if processes is None and nodes == 1:
         launch.check_launcher()
         if resume and run_folder.holds_run(folder):
-            processes = run_images.drawing_processes(folder)
+            processes = drawing_processes(folder)
         else:
             processes = planning.choose_processes(run_settings, source)
     processes = 1 if processes is None else processes
