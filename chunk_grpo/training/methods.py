@@ -29,7 +29,8 @@ from torch.nn.utils.rnn import pad_sequence
 import chunk_grpo
 from .. import InputError
 from ..core.machine import defer_sigterm
-from ..core.settings import METHODS, Settings, import_callable, named_code
+from ..core.settings import METHODS, Settings, named_code
+from ..core.imports import import_callable
 from ..core.validation import format_value
 from ..method import chunk_search, dynamics, surrogates
 from ..method.chunks import Chunks, chunks_from_setting, parse_chunk_numbers, step_weights
