@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from chunk_grpo.core.imports import import_callable
 from commands import call, run
 from transitions import batch_of
 
 from chunk_grpo import InputError
 from chunk_grpo.core import settings
+from chunk_grpo.core.imports import import_callable
 from chunk_grpo.method.sampler import Sampler
 from chunk_grpo.models import trainable
 from chunk_grpo.training.methods import Method, ReplayContext, load_method, sample_chunks

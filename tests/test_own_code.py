@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from chunk_grpo.core.imports import import_callable
 from commands import call, environment
 
 from chunk_grpo import InputError
+from chunk_grpo.core.imports import import_callable
 from chunk_grpo.rewards.rewards import score_images
 
 FEW = [
