@@ -17,7 +17,7 @@ from statsmodels.stats.multitest import multipletests
 from chunk_grpo.core.files import read_json
 from chunk_grpo.core.settings import PRESETS_DIR
 from chunk_grpo.core.statistics import claim_verdict
-from chunk_grpo.evaluation import benchmarks
+from chunk_grpo.evaluation import paper_tables
 from chunk_grpo.reporting.figures import create_subplots, with_house_style
 from chunk_grpo.reporting.tables import format_interval, format_number
 from chunk_grpo.studies import analysis, pilot
@@ -271,7 +271,7 @@ def _read_paper_numbers() -> dict[
     }
 
     def of(key: str, column: str, *short: str) -> dict[str, float]:
-        values = {row["row"]: row[column] for row in benchmarks.paper_table_rows(key)}
+        values = {row["row"]: row[column] for row in paper_tables.paper_table_rows(key)}
         return {row: values[names[row]] for row in short}
 
     return {
@@ -281,12 +281,12 @@ def _read_paper_numbers() -> dict[
         "Table 2": of("table2_wise_rewritten", "overall", "chunks", "weighted"),  # trained on HPSv3
         "Table 3": {
             row["chunks"]: row["hpsv3"]
-            for row in benchmarks.paper_table_rows("table3_chunk_setting")
+            for row in paper_tables.paper_table_rows("table3_chunk_setting")
             if row["steps"] == 17 and row["row"] == "Chunk-GRPO w/o td"
         },  # trained on HPSv3
         "Table 4": of("table4_pickscore", "hpsv3", "base", "chunks"),  # trained on PickScore
         "Table 5": of("table5_geneval", "overall", "base", "chunks", "weighted"),  # trained on CLIP
-        "v3": {"adaptive": benchmarks.read_paper_tables()["distance_v3"]["rows"]["l1"][0]},
+        "v3": {"adaptive": paper_tables.read_paper_tables()["distance_v3"]["rows"]["l1"][0]},
     }
 
 

@@ -10,7 +10,7 @@ from commands import run, start
 from stub_judge import serve
 
 from chunk_grpo.core.files import read_json, read_json_lines
-from chunk_grpo.evaluation import benchmarks, evaluate, judged
+from chunk_grpo.evaluation import benchmarks, evaluate, judged, paper_tables
 
 
 @pytest.fixture(scope="module")
@@ -185,7 +185,7 @@ def test_arms_are_the_evaluations(trained):
             trained / "held",
             ["learning_rate=1"],
         )
-    assert benchmarks._paper_benchmark_rows("geneval")[0]["overall"] == 0.66
+    assert paper_tables.paper_benchmark_rows("geneval")[0]["overall"] == 0.66
 
 
 def test_dpg_asks_a_judge_about_a_runs_images(trained):

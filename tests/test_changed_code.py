@@ -11,9 +11,10 @@ from chunk_grpo import InputError, evaluate, sample_run
 from chunk_grpo.core import settings
 from chunk_grpo.core.files import read_json
 from chunk_grpo.core.user_code import code_files, find_code
+from chunk_grpo.evaluation import parts
 from chunk_grpo.evaluation.benchmarks import run_benchmark, sample_benchmark
 from chunk_grpo.reporting.publish import sample_widget
-from chunk_grpo.runs import run_folder, run_images
+from chunk_grpo.runs import run_folder
 from chunk_grpo.runs.verify import verify_run
 
 FEW = [
@@ -250,7 +251,7 @@ FUNCTIONS = {
     "verify_run": lambda run, **how: verify_run(run, **how),
     "run_benchmark": lambda run, **how: run_benchmark(run, "pocket:test", **how),
     "sample_benchmark": lambda run, **how: sample_benchmark(run, ["pocket:test"], run / "b", **how),
-    "draw_share": lambda run, **how: run_images.draw_share(
+    "draw_share": lambda run, **how: parts.draw_share(
         run, run_folder.read_run_settings(run), {"base": 0, "plain": None}, run / "begun", **how
     ),
 }

@@ -15,9 +15,10 @@ from safetensors.torch import load_file, save_file
 from chunk_grpo import InputError
 from chunk_grpo.core import settings
 from chunk_grpo.core.files import RunInfo, append_json_line, hash_files, read_json, write_json
+from chunk_grpo.evaluation import parts, run_images
 from chunk_grpo.models import trainable
-from chunk_grpo.runs import run_folder, run_images
-from chunk_grpo.training import checkpoints, resuming
+from chunk_grpo.runs import run_folder
+from chunk_grpo.training import checkpoints, trainer
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -434,7 +435,7 @@ def test_damaged_weights_are_not_drawn_with(finished, tmp_path, harm):
     run_images.hash_trained_weights(run)
     FINAL[harm](next((run / "final").glob("*.safetensors")))
     with pytest.raises(InputError, match="are not those that the training wrote"):
-        run_images.begun_folder(run, run_settings, {"base": 0, "plain": None}, ["a star"])
+        parts.begun_folder(run, run_settings, {"base": 0, "plain": None}, ["a star"])
     if harm not in ("flipped", "other values"):
         with pytest.raises(
             InputError, match="the weights in .*final are (damaged|those of another model)"
@@ -528,5 +529,5 @@ def test_a_damaged_evaluation_is_one_sentence(evaluated, name, case):
 def test_a_damaged_part_of_an_evaluation_is_one_sentence(tmp_path, line, words):
     (tmp_path / "parts-1.jsonl").write_text(json.dumps(line) + "\n")
     with pytest.raises(InputError) as error:
-        run_images.read_parts(tmp_path)
+        parts.read_parts(tmp_path)
     assert words in str(error.value) and "line 1 of" in str(error.value)

@@ -19,10 +19,10 @@ from chunk_grpo.cli import main
 from chunk_grpo.core import settings
 from chunk_grpo.core.files import read_json, write_json
 from chunk_grpo.core.statistics import bootstrap_images
-from chunk_grpo.evaluation import evaluate
+from chunk_grpo.evaluation import evaluate, parts
 from chunk_grpo.models import trainable
 from chunk_grpo.planning import plan
-from chunk_grpo.runs import run_folder, run_images
+from chunk_grpo.runs import run_folder
 
 SMALL = {
     "eval_images": 2,
@@ -184,9 +184,9 @@ def test_the_number_of_processes_changes_no_bit(run, tmp_path, monkeypatch):
     changes = ["threads=0", "eval_rewards=[pocket-clip]"]
     # a reward in a worker gets the threads that are here when it is loaded
     seen = []
-    load = run_images.load_scorers
+    load = parts.load_scorers
     monkeypatch.setattr(
-        run_images, "load_scorers", lambda *of: seen.append(torch.get_num_threads()) or load(*of)
+        parts, "load_scorers", lambda *of: seen.append(torch.get_num_threads()) or load(*of)
     )
     for place, processes in ((run, 1), (by_two, 2)):
         evaluate.evaluate(
@@ -257,7 +257,7 @@ def test_a_kill_between_the_two_moves_loses_nothing(run, monkeypatch):
 
 def test_a_second_evaluation_is_refused_at_once_and_harms_nothing(run):
     with (
-        run_images.only_evaluation(run),
+        parts.only_evaluation(run),
         pytest.raises(InputError, match="being evaluated by another process"),
     ):
         evaluate.evaluate(run, trust=True)

@@ -12,7 +12,7 @@ import torch
 from commands import call, environment
 
 from chunk_grpo import InputError
-from chunk_grpo.core.settings import import_callable
+from chunk_grpo.core.imports import import_callable
 from chunk_grpo.rewards.rewards import score_images
 
 FEW = [

@@ -154,9 +154,10 @@ def test_a_list_named_as_a_benchmark_is_a_list(name, tmp_path, monkeypatch):
     }.get(file.rpartition(".")[2], "a cat\n")
     (tmp_path / file).write_text(content)
     task = benchmarks.load_benchmark_task(f"./{name}")
-    assert task.prompts == ("a cat",) and not task.is_geneval
+    assert task.prompts == ("a cat",) and type(task) is benchmarks.BenchmarkTask
     assert task.name.lower() not in ("geneval", "wise", "dpg", "hpd-test400", "hpd-bench3200")
-    benchmarks._check_scoring_tools(task, {}, {"own": len})  # no judge and no detector is asked for
+    # No judge and no detector is asked for.
+    task.check_inputs(benchmarks.ScoringInputs(scorers={"own": len}))
     assert benchmarks.load_benchmark_task("pocket:test").name == "pocket-test"
     with pytest.raises(InputError, match="`source` must be left out"):
         benchmarks.load_benchmark_task(f"./{name}", "here")

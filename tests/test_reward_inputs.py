@@ -124,14 +124,14 @@ def test_records_and_whole_groups_reach_a_reward_in_training_evaluation_and_benc
     assert summary["rewards"][name]["base"]["mean"] == pytest.approx(expected)
 
     # A changed record of an own list is scored again; an unchanged one is not.
-    task = (str(own / "signs.jsonl"), None, 3)
-    out = benchmarks.run_benchmark(run, *task, processes=1, trust=True)
+    signs = str(own / "signs.jsonl")
+    out = benchmarks.run_benchmark(run, signs, samples=3, processes=1, trust=True)
     assert_whole_groups(calls(own), 3)
-    benchmarks.run_benchmark(run, *task, processes=1, trust=True)
+    benchmarks.run_benchmark(run, signs, samples=3, processes=1, trust=True)
     assert not (own / "calls.jsonl").exists()
     longer = [SIGNS[0] | {"target": "OPENED"}, *SIGNS[1:]]
     (own / "signs.jsonl").write_text("".join(json.dumps(sign) + "\n" for sign in longer))
-    benchmarks.run_benchmark(run, *task, processes=1, trust=True)
+    benchmarks.run_benchmark(run, signs, samples=3, processes=1, trust=True)
     again = calls(own)
     assert {target for _, targets in again for target in targets} == {"OPENED"}
     assert_whole_groups(again, 3)

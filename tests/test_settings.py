@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from chunk_grpo import InputError
 from chunk_grpo.core import settings, validation
-from chunk_grpo.evaluation import benchmarks
+from chunk_grpo.evaluation import paper_tables
 from chunk_grpo.studies.design import load_study
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -419,9 +419,9 @@ def test_every_row_of_the_papers_tables_has_its_file():
                 "steps",
             }
             assert run_settings.reward == REWARDS[table]
-    for key, table in benchmarks.PAPER_TABLES.items():
+    for key, table in paper_tables.PAPER_TABLES.items():
         if table in REWARDS:
-            rows = benchmarks.paper_table_rows(key)
+            rows = paper_tables.paper_table_rows(key)
             rows = [r for r in rows if "(v3)" not in r["row"] and r["row"] != "FLUX.1-dev"]
             wanted = [
                 (r["row"], r["steps"], r["chunks"]) if table == "Table 3" else r["row"]

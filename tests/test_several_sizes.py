@@ -19,6 +19,7 @@ from chunk_grpo.core.settings import (
     load_settings,
     training_sizes,
 )
+from chunk_grpo.evaluation import run_images
 from chunk_grpo.measurements.profiles import measure_distances
 from chunk_grpo.measurements.speed import load_workload_settings
 from chunk_grpo.method.chunks import Chunks
@@ -26,11 +27,9 @@ from chunk_grpo.method.sampler import Sampler
 from chunk_grpo.method.schedule import sigmas
 from chunk_grpo.models.trainable import load_trainable_policy
 from chunk_grpo.planning import plan
-from chunk_grpo.runs import run_images
-from chunk_grpo.training.gradient import accumulate_gradients, compute_transition_stats
-from chunk_grpo.training.groups import measure_profile, sample_groups, score_base
-from chunk_grpo.training.method_loading import load_method
+from chunk_grpo.training import iteration as iterations
 from chunk_grpo.training.replay import ReplayContext
+from chunk_grpo.training.method_loading import load_method
 from chunk_grpo.training.rollout import (
     RolloutOptions,
     as_image_keys,

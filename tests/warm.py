@@ -32,7 +32,7 @@ PRELOADED = [
     "chunk_grpo.training.trainer",
     "chunk_grpo.evaluation.evaluate",
     "chunk_grpo.evaluation.benchmarks",
-    "chunk_grpo.runs.run_images",
+    "chunk_grpo.runs.processes",
     "chunk_grpo.reporting.reports",
     "papermill",
     "nbconvert",
@@ -40,7 +40,7 @@ PRELOADED = [
     "chunk_grpo.studies.study",
     "frozen",
 ]
-FORKED = ("chunk_grpo.studies.study", "chunk_grpo.runs.run_images")
+FORKED = ("chunk_grpo.studies.study", "chunk_grpo.runs.processes")
 TESTS = os.path.dirname(os.path.abspath(__file__))
 MAIN = "chunk_grpo.cli.main"
 

@@ -19,7 +19,8 @@ from PIL import Image
 from torch import Tensor
 
 from .. import InputError
-from ..core.settings import REWARD_LOADERS, import_callable
+from ..core.settings import REWARD_LOADERS
+from ..core.imports import import_callable
 
 # %% ../../nbs/04_rewards/00_rewards.ipynb #33b1de4f
 # what a reward may take besides images and prompts, by the names of its parameters

@@ -32,7 +32,7 @@ from ..core.machine import raise_on_sigterm
 from ..core.user_code import code_hashes
 from ..evaluation import evaluate
 from ..runs import launch, run_folder
-from ..runs.run_images import run_programs
+from ..runs.processes import run_programs
 from chunk_grpo.studies.design import (
     Trial,
     check_trials,
