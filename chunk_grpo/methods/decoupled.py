@@ -21,7 +21,7 @@ from ..method.chunks import Chunks, flatten_chunks, parse_chunk_numbers
 from ..method.dynamics import chunk_count
 from ..method.sampler import Sampler
 from ..method.schedule import add_noise, velocity_target
-from ..planning.plan import transitions_per_image
+from ..planning.counts import transitions_per_image
 from chunk_grpo.training.methods import (
     ChunkTerms,
     Method,

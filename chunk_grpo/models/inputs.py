@@ -146,7 +146,15 @@ def read_tensor_shapes(
     for name in ("diffusion_pytorch_model", "model"):
         index = f"{part}/{name}.safetensors.index.json"
         if (Path(folder) / index).is_file():
-            shards = set(read_model_json(folder, index).get("weight_map", {}).values())
+            weight_map = read_model_json(folder, index).get("weight_map")
+            if not isinstance(weight_map, dict) or not all(
+                isinstance(shard, str) for shard in weight_map.values()
+            ):
+                raise InputError(
+                    f"model: {Path(folder) / index} must have a mapping of tensors to files as weight_map; "
+                    f"got {weight_map!r:.80}."
+                )
+            shards = set(weight_map.values())
             missing = sorted(shards - {file.name for file in files})
             if missing:
                 raise InputError(

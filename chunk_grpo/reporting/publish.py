@@ -31,7 +31,7 @@ from ..evaluation import evaluate as evaluating
 from ..models import adapters, inputs
 from ..models.policy import Policy
 from ..models.trainable import read_saved_weights, save_trained_weights
-from ..planning.plan import held_out_prompts
+from ..planning.counts import held_out_prompts
 from ..pocket import POCKET_MODELS
 from . import tables
 from .figures import ARM_LABELS, figure_to_png, plot_image_grid

@@ -63,7 +63,8 @@ from chunk_grpo.models.inputs import (
     run_negative_prompts,
 )
 from ..models.policy import TORCH_DTYPES, Policy
-from ..planning.plan import choose_image_device, held_out_prompts
+from ..planning.counts import held_out_prompts
+from ..planning.processes import choose_image_device
 from ..reward_serving import placement
 from ..rewards import rewards
 from chunk_grpo.runs.run_folder import (

@@ -46,7 +46,8 @@ from chunk_grpo.models.inputs import (
     space_positions_evenly,
 )
 from ..models.policy import TORCH_DTYPES, Policy, decode_latents
-from ..planning import plan
+from ..models.activations import fit_update_batch
+from ..models.cost import read_model_config
 from ..reward_serving import placement
 from ..rewards.images import image_statistics
 from chunk_grpo.rewards.rewards import (
@@ -391,10 +392,10 @@ def load_policy_and_optimizer(
     }
     state.limit = settings.update_batch
     if settings.update_memory:
-        model: Any = plan.read_model_config(
+        model: Any = read_model_config(
             policy.folder, settings.family
         )  # it was loaded, so it is known
-        state.limit = plan.fit_update_batch(model, settings).update_batch
+        state.limit = fit_update_batch(model, settings).update_batch
     return state
 
 # %% ../../nbs/07_training/04_iteration.ipynb #c4a10002

@@ -40,7 +40,7 @@ from ..method.sharing import Sharing, merge_transitions, rollout_forwards, share
 from ..method.windows import Window
 from ..models.policy import Policy, compute_network_sigma
 from ..models.trainable import base_weights, swap_weights
-from ..planning.plan import IterationCounts, transitions_per_image
+from ..planning.counts import IterationCounts, transitions_per_image
 from .rollout import Trajectories, make_generator
 
 # %% ../../nbs/07_training/02_methods.ipynb #7a80ad55
