@@ -9,11 +9,9 @@ from commands import call
 from chunk_grpo import InputError
 from chunk_grpo.core.settings import METHODS, load_settings, read_settings_file
 from chunk_grpo.methods.table import method_row
-from chunk_grpo.planning import plan
-from chunk_grpo.training.groups import measure_profile, sample_groups, score_base
+from chunk_grpo.planning.counts import iteration_counts
+from chunk_grpo.training import iteration
 from chunk_grpo.training.method_loading import load_method
-from chunk_grpo.training.state import load_policy_and_optimizer, prepare_state
-from chunk_grpo.training.update import update_policy
 
 SMALL = {
     "steps": 13,
@@ -177,9 +175,9 @@ def test_a_random_window_costs_its_mean_over_the_run():
 
 def test_counts_of_chunk_grpo_do_not_stand_in_for_those_of_other_settings():
     plain = load_settings("paper/chunk")
-    counts = plan.iteration_counts(plain)
+    counts = iteration_counts(plain)
     method = load_method(plain).counts()
     assert counts == method
     for name in ("dense", "tempflow", "nft", "mix"):
         with pytest.raises(InputError, match="`counts` must"):
-            plan.iteration_counts(load_settings(plain, {"method": name}))
+            iteration_counts(load_settings(plain, {"method": name}))

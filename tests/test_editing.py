@@ -16,8 +16,9 @@ import chunk_grpo
 from chunk_grpo import InputError
 from chunk_grpo.core import settings
 from chunk_grpo.models import inputs, policy
+from chunk_grpo.models.cost import forward_flops, known_model_configs, prompt_embeds_bytes
 from chunk_grpo.models.inputs import ImagePrompt
-from chunk_grpo.planning import plan
+from chunk_grpo.planning.disk import count_encoded_prompts
 from chunk_grpo.reporting import figures
 from chunk_grpo.runs import run_folder
 from chunk_grpo.training.trainer import train_run
@@ -251,20 +252,20 @@ def test_another_image_under_the_same_name_is_another_list(run, home):
 
 def test_a_plan_counts_the_longer_sequence(home):
     """A forward pass of FLUX.1-Kontext takes more than FLUX.1's, and its embeddings hold the image's latents."""
-    known = plan.known_model_configs()
+    known = known_model_configs()
     dev, kontext = (known[f"black-forest-labs/FLUX.1-{name}"] for name in ("dev", "Kontext-dev"))
-    ratio = plan.forward_flops(kontext, 512, 512) / plan.forward_flops(dev, 512, 512)
+    ratio = forward_flops(kontext, 512, 512) / forward_flops(dev, 512, 512)
     assert 1.6 < ratio < 1.9  # 2 x 1024 + 512 tokens to 1024 + 512, and more attention
     run_settings = settings.load_settings(
         {"resolution": 512, "max_tokens": 512, "dtype": "bfloat16"}
     )
-    apart = [plan.prompt_embeds_bytes(config, run_settings) for config in (dev, kontext)]
+    apart = [prompt_embeds_bytes(config, run_settings) for config in (dev, kontext)]
     assert apart[1] - apart[0] == 1024 * 64 * 2
     edit = known["Qwen/Qwen-Image-Edit"]
-    rows = plan.prompt_embeds_bytes(edit, run_settings)
+    rows = prompt_embeds_bytes(edit, run_settings)
     assert rows == ((512 + 18**2 + 2) * 3584 + 1024 * 64) * 2
     guided = edit_settings(home, true_cfg_scale=3.0)
-    assert plan._encoded_prompts(guided, kontext) == 2 * plan._encoded_prompts(
+    assert count_encoded_prompts(guided, kontext) == 2 * count_encoded_prompts(
         edit_settings(home), kontext
     )
     said = inputs.describe_prompts(guided.prompts, "prompts", guided.model)

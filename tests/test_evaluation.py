@@ -21,8 +21,8 @@ from chunk_grpo.core.files import read_json, write_json
 from chunk_grpo.core.statistics import bootstrap_images
 from chunk_grpo.evaluation import evaluate, parts
 from chunk_grpo.models import trainable
-from chunk_grpo.planning import plan
-from chunk_grpo.runs import run_folder
+from chunk_grpo.planning.plan import describe_counts
+from chunk_grpo.runs import run_folder, run_images
 
 SMALL = {
     "eval_images": 2,
@@ -231,7 +231,7 @@ def test_as_trained_is_compared_with_the_base_sampled_likewise(run):
     }
     settings = evaluate.evaluation_settings(run, ())
     forwards = 4 * 2 * (3 * 4 + 2 * 5)
-    said = dict(plan.describe_counts(settings))["evaluation at the end"]
+    said = dict(describe_counts(settings))["evaluation at the end"]
     assert said.startswith(f"{TOTAL} images = 4 prompts x 2 x 5 arms, {forwards} forwards")
 
 

@@ -18,7 +18,8 @@ import pytest
 import torch
 from gpu_results import Measured
 
-from chunk_grpo.planning import plan
+from chunk_grpo.models.cost import find_model_config
+from chunk_grpo.planning.devices import rate_share
 
 ROOT = Path(__file__).resolve().parents[1]
 WITH_PROCESSES = (
@@ -167,12 +168,10 @@ def test_learning_in_bfloat16_is_judged_by_that_in_float32(rises, problem):
 def test_a_measured_share_is_what_plan_uses():
     kept = gpu_results.read_shares()
     assert kept == gpu_results.collect_shares()
-    network = plan.find_model_config("black-forest-labs/FLUX.1-dev")
+    network = find_model_config("black-forest-labs/FLUX.1-dev")
     assert {row["device"] for row in kept} >= {"h200"}
     for row in kept:
-        share = plan.rate_share(
-            row["device"], row["dtype"], row["resolution"], network, row["phase"]
-        )
+        share = rate_share(row["device"], row["dtype"], row["resolution"], network, row["phase"])
         assert share.value == row["share"] and row["device"] in share.source
 
 

@@ -14,7 +14,13 @@ from tiny_flux import build
 
 from chunk_grpo.core import settings
 from chunk_grpo.core.validation import parse_yaml
-from chunk_grpo.planning import plan
+from chunk_grpo.models.activations import fit_update_batch
+from chunk_grpo.models.cost import find_model_config, model_sizes
+from chunk_grpo.planning.counts import evaluation_flops, held_out_prompts
+from chunk_grpo.planning.devices import find_device, iteration_seconds, rate_share
+from chunk_grpo.planning.disk import run_disk_bytes
+from chunk_grpo.planning.memory import host_memory, peak_memory
+from chunk_grpo.planning.processes import machine_presets
 from chunk_grpo.runs import run_folder
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -137,7 +143,7 @@ def shown_rows() -> dict[str, list[str]]:
 
 def test_every_machine_s_preset_stands_in_the_table_and_fits():
     rows = shown_rows()
-    assert list(rows) == list(plan.machine_presets())
+    assert list(rows) == list(machine_presets())
     assert not [row for row in rows.values() if "does not fit" in row[1]]
     for name in rows:
         run_settings = settings.load_settings(name)
@@ -147,9 +153,9 @@ def test_every_machine_s_preset_stands_in_the_table_and_fits():
 
 
 def test_what_does_not_fit_is_said():
-    small = plan.find_device("rtx4090")
+    small = find_device("rtx4090")
     for name in ("black-forest-labs/FLUX.1-dev", "Qwen/Qwen-Image"):
-        weights = 2 * plan.model_sizes(plan.find_model_config(name))["transformer"]
+        weights = 2 * model_sizes(find_model_config(name))["transformer"]
         said = f"| {name.split('/')[1]} on 24 GB | its weights alone {weights / 1e9:.0f} of 24: does not fit |"
         assert said in TEXT and not small.fits(weights)
 
@@ -159,35 +165,35 @@ def test_all_weights_of_qwen_image_leave_no_room_for_hpsv3():
     run_settings = settings.load_settings(
         "machines/8x80gb-full-qwen-image", {"reward": "hpsv3", "reward_options": {}}
     )
-    total, _ = plan._peak_memory(run_settings, plan.find_model_config(run_settings.model), 8)
+    total, _ = peak_memory(run_settings, find_model_config(run_settings.model), 8)
     assert f"with HPSv3, 8 x 80 GB | {total / 1e9:.0f} of 80: does not fit |" in TEXT
-    assert not plan.find_device("h100").fits(total)
+    assert not find_device("h100").fits(total)
 
 
 def preset_row(preset: str) -> list[str]:
     """What a preset takes on its machine, as the page's table has it; hours without decoding and rewards."""
     run_settings, (device, processes) = (
         settings.load_settings(preset),
-        plan.machine_presets()[preset],
+        machine_presets()[preset],
     )
-    config = plan.find_model_config(run_settings.model)
-    where = plan.find_device(device)
-    run_settings = plan.fit_update_batch(config, run_settings)
-    total, _ = plan._peak_memory(run_settings, config, processes)
-    once, times, last = plan._evaluation_flops(run_settings, config)
-    share = plan.rate_share(device, run_settings.dtype, run_settings.eval_resolution, config).value
+    config = find_model_config(run_settings.model)
+    where = find_device(device)
+    run_settings = fit_update_batch(config, run_settings)
+    total, _ = peak_memory(run_settings, config, processes)
+    once, times, last = evaluation_flops(run_settings, config)
+    share = rate_share(device, run_settings.dtype, run_settings.eval_resolution, config).value
     rate = getattr(where, run_settings.dtype) * 1e12 * share * processes
     training = (
-        sum(plan.iteration_seconds(run_settings, config, where, processes=processes).values())
+        sum(iteration_seconds(run_settings, config, where, processes=processes).values())
         * run_settings.iterations
     )
     hours = (
         training + once * times / rate,
-        last * (1 if plan.held_out_prompts(run_settings) else 400) / rate,
+        last * (1 if held_out_prompts(run_settings) else 400) / rate,
     )
     sizes = (
-        plan.run_disk_bytes(run_settings, config),
-        plan._host_memory(run_settings, config, processes),
+        run_disk_bytes(run_settings, config),
+        host_memory(run_settings, config, processes),
     )
     there = f"{total / 1e9:.0f} of {where.gigabytes}" + (
         "" if where.fits(total) else ": does not fit"
@@ -204,7 +210,7 @@ def preset_row(preset: str) -> list[str]:
     "preset",
     [
         name if "flux1" in name else pytest.param(name, marks=pytest.mark.slow)
-        for name in plan.machine_presets()
+        for name in machine_presets()
     ],
 )
 def test_the_table_has_what_plan_computes(preset):

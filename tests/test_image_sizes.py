@@ -17,7 +17,12 @@ from chunk_grpo.core.settings import (
     image_size,
     load_settings,
 )
-from chunk_grpo.planning import plan
+from chunk_grpo.models import activations
+from chunk_grpo.models.cost import find_model_config, forward_flops, latent_numel
+from chunk_grpo.planning.devices import rate_share
+from chunk_grpo.planning.disk import run_disk_bytes
+from chunk_grpo.planning.memory import training_memory
+from chunk_grpo.planning.plan import describe_estimates
 from chunk_grpo.reporting.publish import pipeline_options
 
 WIDE, TALL = [32, 64], [64, 32]
@@ -51,37 +56,38 @@ def test_a_size_that_cannot_be_is_rejected_in_one_sentence(value):
 )
 def test_plan_counts_the_pixels_of_both_sides(model):
     """Twice as wide is twice the tokens, and wide costs what tall costs."""
-    config = plan.find_model_config(model)
+    config = find_model_config(model)
     square, wide, tall = 512, (512, 1024), (1024, 512)
-    assert plan.latent_numel(config, wide) == 2 * plan.latent_numel(config, square)
+    assert latent_numel(config, wide) == 2 * latent_numel(config, square)
     # Squares of 720 and 736 pixels have 2,025 and 2,116 tokens, the others 2,048.
-    flops = {size: plan.forward_flops(config, size, 512) for size in (720, wide, tall, 736)}
+    flops = {size: forward_flops(config, size, 512) for size in (720, wide, tall, 736)}
     assert flops[720] < flops[wide] == flops[tall] < flops[736]
     memory = [
-        plan.training_memory(Settings(model=model, resolution=size, lora_rank=8), config)
+        training_memory(Settings(model=model, resolution=size, lora_rank=8), config)
         for size in (square, wide, tall)
     ]
     assert memory[1] == memory[2]
     assert memory[1]["trajectories"] == 2 * memory[0]["trajectories"]
     assert memory[1]["activations"] > memory[0]["activations"]
-    decoding = [plan._decode_bytes(config, size, "bfloat16", False, 1) for size in (wide, tall)]
+    decoding = [
+        activations._decode_bytes(config, size, "bfloat16", False, 1) for size in (wide, tall)
+    ]
     assert decoding[0] == decoding[1]
     disk = [
-        plan.run_disk_bytes(Settings(model=model, resolution=s, eval_resolution=s), config)
+        run_disk_bytes(Settings(model=model, resolution=s, eval_resolution=s), config)
         for s in (wide, tall, square)
     ]
     assert disk[0] == disk[1] and disk[0]["images"] == 2 * disk[2]["images"]
-    lines = dict(plan.describe_estimates(Settings(model=model, resolution=wide), 1e12))
+    lines = dict(describe_estimates(Settings(model=model, resolution=wide), 1e12))
     assert "512 x 1024 px (height x width)" in lines["one forward"]
 
 
 def test_a_measured_share_is_that_of_the_square_with_as_many_pixels():
-    config = plan.find_model_config("black-forest-labs/FLUX.1-dev")
+    config = find_model_config("black-forest-labs/FLUX.1-dev")
     shares = [
-        plan.rate_share("h200", "bfloat16", size, config)
-        for size in (720, (480, 1080), (512, 2048))
+        rate_share("h200", "bfloat16", size, config) for size in (720, (480, 1080), (512, 2048))
     ]
-    assert shares[0] == shares[1] and shares[2] == plan.rate_share("h200", "bfloat16", 1024, config)
+    assert shares[0] == shares[1] and shares[2] == rate_share("h200", "bfloat16", 1024, config)
     assert shares[0] != shares[2] and math.prod(image_size((480, 1080))) == 720**2
 
 

@@ -13,13 +13,9 @@ from huggingface_hub.utils import filter_repo_objects
 from chunk_grpo import InputError
 from chunk_grpo.core import settings
 from chunk_grpo.models import inputs, policy, trainable
+from chunk_grpo.models.activations import fit_update_batch
+from chunk_grpo.models.cost import find_model_config, meta_policy, read_model_config
 from chunk_grpo.models.policy import decode_latents
-from chunk_grpo.planning.plan import (
-    find_model_config,
-    fit_update_batch,
-    meta_policy,
-    read_model_config,
-)
 from chunk_grpo.runs import run_folder
 from chunk_grpo.training.state import load_policy_and_optimizer, prepare_state
 

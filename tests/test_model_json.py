@@ -10,7 +10,7 @@ from commands import call
 from chunk_grpo import InputError
 from chunk_grpo.core import settings
 from chunk_grpo.models import inputs, policy
-from chunk_grpo.planning import plan
+from chunk_grpo.planning.plan import describe_estimates
 from chunk_grpo.runs import run_folder
 
 QUANTIZED = {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}
@@ -44,7 +44,7 @@ def rejected(model, tmp_path, monkeypatch, *words, load=True, planned=True):
     run_settings = settings.load_settings("pocket/tiny", {"model": str(model)})
     actions = [lambda: run_folder.create_run(run_settings, tmp_path / "run")]
     actions += [lambda: policy.load_policy(str(model), resolution=64, max_tokens=12)] * load
-    actions += [lambda: plan.describe_estimates(run_settings, 1e12)] * planned
+    actions += [lambda: describe_estimates(run_settings, 1e12)] * planned
     for action in actions:
         said = sentence(action)
         assert all(word in said for word in words), said

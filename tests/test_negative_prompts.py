@@ -10,7 +10,9 @@ from small_runs import metrics, trained, write
 from chunk_grpo import InputError
 from chunk_grpo.core.settings import Settings, guidance_scales
 from chunk_grpo.models import inputs
-from chunk_grpo.planning import plan
+from chunk_grpo.models.cost import find_model_config
+from chunk_grpo.planning.counts import evaluation_flops, evaluation_forwards, iteration_flops
+from chunk_grpo.planning.disk import count_encoded_prompts, run_disk_bytes
 
 FEW = ["prompts_per_iteration=2", "images_per_prompt=2", "eval_every=1", "eval_count=2"]
 FEW = [*FEW, "steps=5", "chunks=2,2", "--no-report"]
@@ -88,24 +90,21 @@ def test_lists_that_contradict_each_other_are_rejected(tmp_path):
 
 
 def test_plan_counts_negative_prompts_and_the_guidance_of_evaluation(tmp_path):
-    config = plan.find_model_config("black-forest-labs/FLUX.1-dev")
+    config = find_model_config("black-forest-labs/FLUX.1-dev")
     plain = Settings(**lists(tmp_path)).model_copy()
     words = lists(tmp_path, negative_prompt="blurry", eval_true_cfg_scale=3.0)
     guided = Settings(**words)
     with pytest.raises(InputError, match="only classifier-free guidance"):
-        plan.run_disk_bytes(plain, config)
+        run_disk_bytes(plain, config)
     (tmp_path / "plain.txt").write_text("a red star\ntwo cats\nthree dogs\n")
     source = str(tmp_path / "plain.txt")
     plain = Settings(prompts=source, eval_prompts=source)
-    assert plan._encoded_prompts(guided, config) == plan._encoded_prompts(plain, config) + 2
-    both = plan.iteration_flops(plain, config), plan.iteration_flops(guided, config)
+    assert count_encoded_prompts(guided, config) == count_encoded_prompts(plain, config) + 2
+    both = iteration_flops(plain, config), iteration_flops(guided, config)
     assert both[0] == both[1]
-    once = plan._evaluation_flops(plain, config), plan._evaluation_flops(guided, config)
+    once = evaluation_flops(plain, config), evaluation_flops(guided, config)
     assert once[1][0] == 2 * once[0][0] and once[0][2] < once[1][2] < 2 * once[0][2]
-    assert (
-        plan._evaluation_forwards(guided)["as trained"]
-        == plan._evaluation_forwards(plain)["as trained"]
-    )
+    assert evaluation_forwards(guided)["as trained"] == evaluation_forwards(plain)["as trained"]
 
 
 @pytest.mark.parametrize("name", ["dev", pytest.param("sd3", marks=pytest.mark.slow)])

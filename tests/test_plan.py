@@ -19,8 +19,36 @@ from typer.testing import CliRunner
 from chunk_grpo import InputError
 from chunk_grpo.cli import main
 from chunk_grpo.core import machine, settings
-from chunk_grpo.models import inputs, policy, trainable
+from chunk_grpo.models import activations, inputs, policy, trainable
+from chunk_grpo.models.activations import (
+    activation_bytes,
+    decode_bytes_on_gpu,
+    fit_update_batch,
+    images_decoded_at_once,
+)
+from chunk_grpo.models.cost import (
+    count_trained_parameters,
+    find_model_config,
+    forward_flops,
+    known_model_configs,
+    latent_numel,
+    model_sizes,
+)
 from chunk_grpo.planning import plan
+from chunk_grpo.planning.counts import (
+    IterationCounts,
+    evaluation_forwards,
+    forward_backward_cost,
+    held_out_prompts,
+    iteration_counts,
+    iteration_flops,
+    transitions_per_image,
+)
+from chunk_grpo.planning.devices import find_device, iteration_seconds, recognise_gpu
+from chunk_grpo.planning.disk import run_disk_bytes
+from chunk_grpo.planning.memory import host_memory, peak_memory, training_memory
+from chunk_grpo.planning.plan import describe_counts, describe_estimates
+from chunk_grpo.planning.processes import choose_processes
 from chunk_grpo.runs import launch
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -44,34 +72,32 @@ SIDE, TOKENS = 64, 16
     ],
 )
 def test_transitions_of_an_image(chunks, expected):
-    assert plan.transitions_per_image(settings.load_settings({"chunks": chunks})) == expected
+    assert transitions_per_image(settings.load_settings({"chunks": chunks})) == expected
 
 
 def test_an_iterations_forwards():
     """Two passes where a chunk does not fit, one more for KL, the base's images, guidance; a run without LoRA is longer."""
     run_settings = settings.load_settings({"gradient_checkpointing": False, "update_batch": 64})
-    counts = plan.iteration_counts(run_settings)
+    counts = iteration_counts(run_settings)
     assert (
-        counts == plan.IterationCounts(192 * 16 + 16, 1536, 768, 0, 192)
-        and plan._backward_forwards(run_settings) == 3
+        counts == IterationCounts(192 * 16 + 16, 1536, 768, 0, 192)
+        and forward_backward_cost(run_settings) == 3
     )
     two = settings.load_settings(
         run_settings, {"update_batch": 4, "kl": 0.1, "gradient_checkpointing": True, "lora_rank": 4}
     )
-    assert plan.iteration_counts(two).extra == 1536 + 768 * 2 and plan._backward_forwards(two) == 3
-    looking = plan.iteration_counts(settings.load_settings(run_settings, {"baseline_images": 2}))
+    assert iteration_counts(two).extra == 1536 + 768 * 2 and forward_backward_cost(two) == 3
+    looking = iteration_counts(settings.load_settings(run_settings, {"baseline_images": 2}))
     assert looking == dataclasses.replace(counts, baseline=16 * 2 * 16 + 16, scored=192 + 32)
-    network = plan.find_model_config("black-forest-labs/FLUX.1-dev")
+    network = find_model_config("black-forest-labs/FLUX.1-dev")
     flops = [
-        plan.iteration_flops(
-            settings.load_settings(run_settings, {"true_cfg_scale": scale}), network
-        )
+        iteration_flops(settings.load_settings(run_settings, {"true_cfg_scale": scale}), network)
         for scale in (1, 3)
     ]
     assert all(flops[1][phase] == 2 * n for phase, n in flops[0].items())
-    other = plan.IterationCounts(rollout=10, trained=2, extra=1)  # of another method
-    forward = plan.forward_flops(network, run_settings.resolution, run_settings.max_tokens)
-    assert plan.iteration_flops(run_settings, network, other) == {
+    other = IterationCounts(rollout=10, trained=2, extra=1)  # of another method
+    forward = forward_flops(network, run_settings.resolution, run_settings.max_tokens)
+    assert iteration_flops(run_settings, network, other) == {
         "rollout": 10 * forward,
         "update": 7 * forward,
     }
@@ -85,23 +111,21 @@ def test_a_final_evaluation_draws_five_arms():
         "eval_resolution": 64,
         "resolution": 128,
     }
-    assert plan._evaluation_forwards(settings.load_settings(words)) == {
+    assert evaluation_forwards(settings.load_settings(words)) == {
         "ODE": (2, 100, (64,)),
         "as trained": (2, 34, (128,)),
     }
-    assert plan.held_out_prompts(settings.load_settings({"eval_prompts": "not-here.txt"})) == []
-    network = plan.find_model_config("black-forest-labs/FLUX.1-dev")
+    assert held_out_prompts(settings.load_settings({"eval_prompts": "not-here.txt"})) == []
+    network = find_model_config("black-forest-labs/FLUX.1-dev")
     sizes = [
-        plan.run_disk_bytes(settings.load_settings("pocket/tiny", {"ema": x}), network)
-        for x in (0, 0.9)
+        run_disk_bytes(settings.load_settings("pocket/tiny", {"ema": x}), network) for x in (0, 0.9)
     ]
-    assert [parts["checkpoints"] / plan.model_sizes(network)["transformer"] for parts in sizes] == [
+    assert [parts["checkpoints"] / model_sizes(network)["transformer"] for parts in sizes] == [
         12 * 3,
         16 * 3,
     ]
     whole, parts = (
-        plan._host_memory(settings.load_settings({"sharding": x}), network, 8)
-        for x in ("none", "fsdp")
+        host_memory(settings.load_settings({"sharding": x}), network, 8) for x in ("none", "fsdp")
     )
     assert (
         whole["weights while they load"] == 2 * parts["weights while they load"]
@@ -109,18 +133,18 @@ def test_a_final_evaluation_draws_five_arms():
 
 
 def test_counts_name_everything_once():
-    names = [name for name, _ in plan.describe_counts(settings.Settings(), 8)]
+    names = [name for name, _ in describe_counts(settings.Settings(), 8)]
     assert len(set(names)) == len(names)
-    text = dict(plan.describe_counts(settings.Settings(), 8))
+    text = dict(describe_counts(settings.Settings(), 8))
     assert text["images a process"].startswith("24,")
     with pytest.raises(InputError, match="`processes` must be"):
-        plan.describe_counts(settings.Settings(), 5)
+        describe_counts(settings.Settings(), 5)
 
 
 def test_a_broken_model_folder_is_named(tmp_path):
     def fails():
         with pytest.raises(InputError, match="config.json|model_index.json"):
-            plan.find_model_config(str(tmp_path))
+            find_model_config(str(tmp_path))
 
     fails()
     for part in ("transformer", "vae"):
@@ -156,18 +180,18 @@ def full_rows(model, network: policy.ModelConfig) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("rank", [0, 4], ids=["full", "lora"])
 def test_what_is_counted_is_what_the_real_network_has_and_does(family, rank):
     """Parameters, trained parameters, operations of a forward and bytes it keeps, against the loaded weights."""
-    network = plan.find_model_config(family)
+    network = find_model_config(family)
     real = trainable.load_trainable_policy(
         family, resolution=SIDE, max_tokens=TOKENS, lora_rank=rank
     )
     base = [p for name, p in real.transformer.named_parameters() if "lora" not in name]
-    assert plan.model_sizes(network)["transformer"] == sum(p.numel() for p in base)
-    trained = plan._count_trained_parameters(network, rank)
+    assert model_sizes(network)["transformer"] == sum(p.numel() for p in base)
+    trained = count_trained_parameters(network, rank)
     assert trained == sum(p.numel() for p in real.trained)
 
     rows = full_rows(real, network)
     x = torch.stack([real.noise(torch.Generator().manual_seed(i)) for i in range(2)])
-    assert plan.latent_numel(network, SIDE) == x[0].numel()
+    assert latent_numel(network, SIDE) == x[0].numel()
     if not rank:
         with (
             FlopCounterMode(display=False) as counter,
@@ -175,9 +199,9 @@ def test_what_is_counted_is_what_the_real_network_has_and_does(family, rank):
             sdpa_kernel(SDPBackend.MATH),
         ):  # it counts this
             real.velocity(x, torch.tensor([0.9, 0.3]), rows)
-        assert 2 * plan.forward_flops(network, SIDE, TOKENS) == counter.get_total_flops()
+        assert 2 * forward_flops(network, SIDE, TOKENS) == counter.get_total_flops()
 
-    with plan._track_saved_tensors(real) as kept:
+    with activations._track_saved_tensors(real) as kept:
         real.velocity(x, torch.tensor([0.9, 0.3]), rows)
     words = {
         "model": family,
@@ -201,7 +225,7 @@ def counted_bytes(network: policy.ModelConfig, run_settings: settings.Settings) 
         run_settings.lora_rank,
         run_settings.lora_targets if run_settings.lora_rank else (),
     )
-    fixed, row = plan._counted_bytes(network, *given, run_settings.gradient_checkpointing)
+    fixed, row = activations._counted_bytes(network, *given, run_settings.gradient_checkpointing)
     return fixed + row * run_settings.update_batch
 
 
@@ -235,7 +259,7 @@ def run_every_block(net, total):
 @pytest.mark.parametrize("rank, checkpointing", [(0, False), (4, True)])
 def test_blocks_that_are_alike_keep_alike(family, rank, checkpointing, monkeypatch):
     """Six blocks in each list, of which two of a kind run: the bytes of all six."""
-    network = plan.find_model_config(family)
+    network = find_model_config(family)
     sizes = json.loads(network.transformer)
     lists = {name: 6 for name in sizes if name in ("num_layers", "num_single_layers", "n_layers")}
     network = dataclasses.replace(network, transformer=json.dumps(sizes | lists))
@@ -249,19 +273,19 @@ def test_blocks_that_are_alike_keep_alike(family, rank, checkpointing, monkeypat
         settings.load_settings().lora_targets,
         checkpointing,
     )
-    few = plan._counted_bytes.__wrapped__(*given)
-    monkeypatch.setattr(plan, "_run_two_per_kind", run_every_block)
-    assert few == plan._counted_bytes.__wrapped__(*given)
+    few = activations._counted_bytes.__wrapped__(*given)
+    monkeypatch.setattr(activations, "run_two_blocks_per_kind", run_every_block)
+    assert few == activations._counted_bytes.__wrapped__(*given)
 
 
 @pytest.mark.parametrize("name, resolution", [("sd3", 64), ("qwen", 320)])
 def test_images_and_tiles_that_are_alike_take_alike(name, resolution, tmp_path, monkeypatch):
     """Two images of several tiles: one of a kind is decoded."""
-    network = plan.find_model_config(str(tiny_families.build(name, tmp_path / "model")))
+    network = find_model_config(str(tiny_families.build(name, tmp_path / "model")))
     given = network, resolution, "float32", True, 2
-    few = plan._decode_bytes.__wrapped__(*given)
-    monkeypatch.setattr(plan, "_run_once_per_shape", lambda run: run)
-    assert few == plan._decode_bytes.__wrapped__(*given)
+    few = activations._decode_bytes.__wrapped__(*given)
+    monkeypatch.setattr(activations, "_run_once_per_shape", lambda run: run)
+    assert few == activations._decode_bytes.__wrapped__(*given)
 
 
 @pytest.mark.parametrize(
@@ -270,12 +294,12 @@ def test_images_and_tiles_that_are_alike_take_alike(name, resolution, tmp_path, 
         name
         if name.endswith(("FLUX.1-dev", "klein-4B"))
         else pytest.param(name, marks=pytest.mark.slow)
-        for name in plan.known_model_configs()
+        for name in known_model_configs()
     ],
 )
 def test_every_known_model_has_a_whole_plan(model):
     """On a device that has no room for some of them; a model that edits is planned before its list is there."""
-    edits = inputs.find_family(plan.known_model_configs()[model].pipeline).edits_images
+    edits = inputs.find_family(known_model_configs()[model].pipeline).edits_images
     lists = dict.fromkeys(("prompts", "eval_prompts"), "edits.jsonl") if edits else {}
     run_settings = settings.load_settings(
         lists
@@ -288,9 +312,9 @@ def test_every_known_model_has_a_whole_plan(model):
             "update_batch": 1,
         }
     )
-    names = [name for name, _ in plan.describe_estimates(run_settings, 1e15)]
+    names = [name for name, _ in describe_estimates(run_settings, 1e15)]
     assert {"parameters", "one forward", "memory a process"} <= set(names)
-    text = dict(plan.describe_estimates(run_settings, 1e15, device="a100-80"))
+    text = dict(describe_estimates(run_settings, 1e15, device="a100-80"))
     assert "of 80 GB" in text["on 1 x a100-80"] and "assumed" in text["time an iteration"]
 
 
@@ -299,8 +323,8 @@ def test_every_known_model_has_a_whole_plan(model):
 )
 def test_checkpoints_on_the_disk_are_what_is_trained(changes, factor):
     """Three of twelve bytes a weight, or of sixteen with a moving average."""
-    m = plan.find_model_config("black-forest-labs/FLUX.1-dev")
-    parts = plan.run_disk_bytes(settings.load_settings("paper/chunk", changes), m)
+    m = find_model_config("black-forest-labs/FLUX.1-dev")
+    parts = run_disk_bytes(settings.load_settings("paper/chunk", changes), m)
     assert parts["checkpoints"] == pytest.approx(3 * 12 * 11.9e9 * factor, rel=0.02)
     assert parts["embeddings"] == pytest.approx((150 * 16 + 400) * 512 * 4096 * 2, rel=0.01)
 
@@ -336,10 +360,10 @@ def test_a_plan_says_what_the_host_needs():
     ],
 )
 def test_a_setting_changes_its_part_of_the_memory(changes, processes, part, factor):
-    m = plan.find_model_config("black-forest-labs/FLUX.1-dev")
+    m = find_model_config("black-forest-labs/FLUX.1-dev")
     base = settings.load_settings({"dtype": "float32"})
-    before = plan.training_memory(base, m)
-    after = plan.training_memory(settings.load_settings(base, changes), m, processes)
+    before = training_memory(base, m)
+    after = training_memory(settings.load_settings(base, changes), m, processes)
     assert after[part] == pytest.approx(
         before[part] * factor, rel=0.01
     )  # activations have a part of no batch
@@ -350,37 +374,29 @@ def test_a_setting_changes_its_part_of_the_memory(changes, processes, part, fact
 )
 def test_the_base_of_an_adapter_is_sharded_and_the_adapter_is_not(changes, share):
     """Eight processes hold an eighth of the base each; or a half; or none, if the host holds it."""
-    m = plan.find_model_config("black-forest-labs/FLUX.1-dev")
+    m = find_model_config("black-forest-labs/FLUX.1-dev")
     whole = settings.load_settings({"lora_rank": 32})
-    before = plan.training_memory(whole, m, 8)
-    after = plan.training_memory(
-        settings.load_settings(whole, {"sharding": "fsdp", **changes}), m, 8
-    )
+    before = training_memory(whole, m, 8)
+    after = training_memory(settings.load_settings(whole, {"sharding": "fsdp", **changes}), m, 8)
     adapter = before["gradients"]
     assert after["weights"] == pytest.approx(adapter + (before["weights"] - adapter) * share / 8)
-    assert after["gathered blocks"] == 4 * plan.model_sizes(m)["block"]
+    assert after["gathered blocks"] == 4 * model_sizes(m)["block"]
     assert {k: v for k, v in after.items() if k not in ("weights", "gathered blocks")} == {
         k: v for k, v in before.items() if k not in ("weights", "gathered blocks")
     }
 
 
 def test_update_memory_is_used_and_not_exceeded():
-    m = plan.find_model_config("black-forest-labs/FLUX.1-dev")
+    m = find_model_config("black-forest-labs/FLUX.1-dev")
     base = {"lora_rank": 32, "true_cfg_scale": 2.0}
     for gigabytes in (8, 30, 60.5):
-        run_settings = plan.fit_update_batch(
+        run_settings = fit_update_batch(
             m, settings.load_settings({**base, "update_memory": gigabytes})
         )
         more = settings.load_settings(run_settings, {"update_batch": run_settings.update_batch + 1})
-        assert (
-            plan._batch_activation_bytes(m, run_settings)
-            <= gigabytes * 1e9
-            < plan._batch_activation_bytes(m, more)
-        )
+        assert activation_bytes(m, run_settings) <= gigabytes * 1e9 < activation_bytes(m, more)
     assert (
-        plan.fit_update_batch(
-            m, settings.load_settings({**base, "update_memory": 0.001})
-        ).update_batch
+        fit_update_batch(m, settings.load_settings({**base, "update_memory": 0.001})).update_batch
         == 1
     )
 
@@ -426,12 +442,12 @@ def test_what_does_not_fit_is_said():
 
 
 def test_a_share_makes_it_longer():
-    m = plan.find_model_config("black-forest-labs/FLUX.1-dev")
+    m = find_model_config("black-forest-labs/FLUX.1-dev")
     run_settings = settings.load_settings({"lora_rank": 16})
-    where = plan.find_device("h100")
-    half, full = (plan.iteration_seconds(run_settings, m, where, share) for share in (0.5, 1.0))
+    where = find_device("h100")
+    half, full = (iteration_seconds(run_settings, m, where, share) for share in (0.5, 1.0))
     assert all(half[phase] == pytest.approx(2 * full[phase]) for phase in full)
-    text = dict(plan.describe_estimates(run_settings, 1e15, device="h100", share=0.3))
+    text = dict(describe_estimates(run_settings, 1e15, device="h100", share=0.3))
     assert "at a share of 989 TFLOP/s: 30%, given" in text["time an iteration"]
 
 
@@ -544,8 +560,8 @@ def test_a_preset_carries_its_processes(gpus, wanted, monkeypatch):
         machine, "machine_info", lambda: {"gpus": ["H100"] * gpus, "cores": 64, "memory_gb": 512.0}
     )
     run_settings = settings.load_settings("machines/8x80gb-full-flux1-dev")
-    assert plan.choose_processes(run_settings, "machines/8x80gb-full-flux1-dev") == wanted
-    assert plan.choose_processes(run_settings, "paper/chunk") == 1
+    assert choose_processes(run_settings, "machines/8x80gb-full-flux1-dev") == wanted
+    assert choose_processes(run_settings, "paper/chunk") == 1
     said = CliRunner().invoke(main.app, ["plan", "paper/eight-gpu-full", "--device", "h100"]).output
     assert ", 8 processes" in said
 
@@ -563,14 +579,14 @@ def test_under_torchrun_nothing_is_chosen(two_cores, monkeypatch, tmp_path):
 def test_what_would_fit_is_looked_for_among_settings_that_go_together():
     """All weights in shards have no moments of 8 bits: such a change is not tried, alone or beside another."""
     run_settings = settings.load_settings("machines/8x80gb-full-flux1-dev")
-    network = plan.find_model_config(run_settings.model)
-    where = plan.find_device("rtx4090")
+    network = find_model_config(run_settings.model)
+    where = find_device("rtx4090")
     assert run_settings.sharding == "fsdp" and not where.fits(
-        plan._peak_memory(run_settings, network, 8)[0]
+        peak_memory(run_settings, network, 8)[0]
     )
     changes, least = plan._find_savings(run_settings, network, where, 8)
     assert changes is None or "optimizer" not in changes or "lora_rank" in changes
-    assert least < plan._peak_memory(run_settings, network, 8)[0]
+    assert least < peak_memory(run_settings, network, 8)[0]
 
 
 @pytest.mark.parametrize(
@@ -593,16 +609,16 @@ def test_what_would_fit_is_looked_for_among_settings_that_go_together():
 )
 def test_a_saving_that_is_enough_is_offered(preset, changes, device, expected):
     run_settings = settings.load_settings(preset, changes)
-    network = plan.find_model_config(run_settings.model)
-    where = plan.find_device(device)
-    assert not where.fits(plan._peak_memory(run_settings, network)[0])
+    network = find_model_config(run_settings.model)
+    where = find_device(device)
+    assert not where.fits(peak_memory(run_settings, network)[0])
     found, total = plan._find_savings(run_settings, network, where)
     assert set(found) == expected
     assert (
         where.fits(total)
-        and plan._peak_memory(settings.load_settings(run_settings, found), network)[0] == total
+        and peak_memory(settings.load_settings(run_settings, found), network)[0] == total
     )
-    text = dict(plan.describe_estimates(run_settings, 1e15, device=device))["  would fit with"]
+    text = dict(describe_estimates(run_settings, 1e15, device=device))["  would fit with"]
     assert all(name in text for name in expected)
 
 
@@ -610,7 +626,7 @@ def test_a_run_that_no_saving_makes_fit_says_what_it_would_still_take():
     # Even with an int8 base, activations at this size leave too little of 24 GB.
     size = {"resolution": 2048, "eval_resolution": 2048}
     run_settings = settings.load_settings("paper/one-h200-lora", size)
-    text = dict(plan.describe_estimates(run_settings, 1e15, device="rtx4090"))["  would fit with"]
+    text = dict(describe_estimates(run_settings, 1e15, device="rtx4090"))["  would fit with"]
     assert text.startswith(
         "no setting that `plan` tries: with all savings it still takes 2"
     ) and text.endswith(" GB")
@@ -629,7 +645,7 @@ def test_a_run_that_no_saving_makes_fit_says_what_it_would_still_take():
     ],
 )
 def test_devices_are_known_by_their_usual_names(name, gigabytes):
-    assert plan.find_device(name).gigabytes == gigabytes
+    assert find_device(name).gigabytes == gigabytes
 
 
 @pytest.mark.parametrize(
@@ -647,21 +663,21 @@ def test_devices_are_known_by_their_usual_names(name, gigabytes):
     ],
 )
 def test_a_gpu_is_recognised_by_what_torch_calls_it(gpu, name):
-    assert plan.recognise_gpu(gpu) == name
+    assert recognise_gpu(gpu) == name
 
 
 def test_decoding_is_counted_by_the_batch_that_is_decoded():
     """Twelve images of 1024 px are asked for, seven are decoded at once, and each largest activation is there twice."""
-    network = plan.find_model_config("black-forest-labs/FLUX.1-dev")
+    network = find_model_config("black-forest-labs/FLUX.1-dev")
     run_settings = settings.load_settings("paper/one-h200-lora")
     assert (
-        plan.images_decoded_at_once(network, 1024, 12) == 7
-        and plan.images_decoded_at_once(network, 512, 12) == 12
+        images_decoded_at_once(network, 1024, 12) == 7
+        and images_decoded_at_once(network, 512, 12) == 12
     )
-    planned = plan.decode_bytes_on_gpu(network, 1024, run_settings.dtype, False, 7)
-    assert plan._peak_memory(run_settings, network)[1]["decoding"] == planned
+    planned = decode_bytes_on_gpu(network, 1024, run_settings.dtype, False, 7)
+    assert peak_memory(run_settings, network)[1]["decoding"] == planned
     assert planned == pytest.approx(15.052e9, rel=1e-3)  # measured on an H200, see the page speed
     assert (
-        planned - plan._decode_bytes(network, 1024, run_settings.dtype, False, 7)[0]
+        planned - activations._decode_bytes(network, 1024, run_settings.dtype, False, 7)[0]
         == 7 * 256 * 1024**2 * 2
     )

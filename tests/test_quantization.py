@@ -13,14 +13,15 @@ from small_runs import metrics, trained, write
 from chunk_grpo import InputError
 from chunk_grpo.core.settings import load_settings
 from chunk_grpo.models import policy, trainable
-from chunk_grpo.planning import plan
+from chunk_grpo.models.cost import known_model_configs
+from chunk_grpo.planning.memory import training_memory
 
 
 def weights_of(quantization):
     """The bytes that a plan counts for the weights of FLUX.1-dev under an adapter."""
     settings = load_settings("machines/80gb-lora-flux1-dev", {"quantization": quantization})
-    config = plan.known_model_configs()["black-forest-labs/FLUX.1-dev"]
-    return plan.training_memory(settings, config)["weights"]
+    config = known_model_configs()["black-forest-labs/FLUX.1-dev"]
+    return training_memory(settings, config)["weights"]
 
 
 def test_a_plan_counts_the_bytes_of_each_format():

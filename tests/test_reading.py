@@ -20,7 +20,8 @@ from chunk_grpo import InputError
 from chunk_grpo.cli import evaluation as commands
 from chunk_grpo.cli import main
 from chunk_grpo.core.settings import reward_weights
-from chunk_grpo.planning import plan
+from chunk_grpo.planning import devices
+from chunk_grpo.planning.devices import measure_matmul_rate
 from chunk_grpo.pocket.world import Scene, SceneObject, render_scene
 from chunk_grpo.reporting import figures, publish, reports, tables
 from chunk_grpo.runs import run_folder
@@ -348,9 +349,9 @@ def test_the_checkers_no_has_its_reason(tmp_path):
 
 def test_the_least_time_holds_on_a_machine_that_others_use(monkeypatch):
     """A process that waits ten seconds for each look at the wall's clock has the rate of its own core's time."""
-    free = plan.measure_matmul_rate(seconds=0.05)
+    free = measure_matmul_rate(seconds=0.05)
     wall = iter(range(0, 10**6, 10))
-    monkeypatch.setattr(plan.time, "perf_counter", lambda: float(next(wall)))
-    busy = plan.measure_matmul_rate(seconds=0.05)
+    monkeypatch.setattr(devices.time, "perf_counter", lambda: float(next(wall)))
+    busy = measure_matmul_rate(seconds=0.05)
     monkeypatch.undo()
     assert busy > free / 20 and math.isfinite(busy)  # by the wall it would be less than a hundredth

@@ -21,7 +21,8 @@ from chunk_grpo import InputError
 from chunk_grpo.core import files
 from chunk_grpo.core import settings as setting
 from chunk_grpo.core.files import append_json_line
-from chunk_grpo.planning import plan
+from chunk_grpo.planning import disk
+from chunk_grpo.planning.disk import check_disk_space
 from chunk_grpo.reporting import reports
 from chunk_grpo.reporting.reports import compare_runs, write_run_report
 from chunk_grpo.runs import launch, run_folder
@@ -34,7 +35,7 @@ def settings(tmp_path, monkeypatch):
     prompts.write_text("a red star\ntwo dogs\n")
     real = {"model_sha256": "a" * 64, "prompts_sha256": "b" * 64}
     monkeypatch.setattr(run_folder, "content_hashes", lambda settings: real)
-    monkeypatch.setattr(plan, "estimate_disk_bytes", lambda settings: (1, 0))
+    monkeypatch.setattr(disk, "estimate_disk_bytes", lambda settings: (1, 0))
     return setting.load_settings(
         "pocket/tiny", {"prompts": str(prompts), "eval_prompts": str(prompts)}
     )
@@ -64,18 +65,18 @@ ROOM = {  # gigabytes that the run needs, the embeddings need, whether they shar
 @pytest.mark.parametrize("case", ROOM)
 def test_the_disk_has_room_for_the_embeddings_too(settings, tmp_path, monkeypatch, case):
     run, cache, same, free, words = ROOM[case]
-    monkeypatch.setattr(plan, "estimate_disk_bytes", lambda settings: (run * GB, cache * GB))
+    monkeypatch.setattr(disk, "estimate_disk_bytes", lambda settings: (run * GB, cache * GB))
     other = tmp_path if same else Path("/dev")
     monkeypatch.setenv("CHUNK_GRPO_CACHE", str(other))
     rooms = {tmp_path: free[0] * GB, other: free[1] * GB}
     monkeypatch.setattr(
-        plan.shutil, "disk_usage", lambda place: SimpleNamespace(free=rooms[Path(place)])
+        disk.shutil, "disk_usage", lambda place: SimpleNamespace(free=rooms[Path(place)])
     )
     if not words:
-        plan.check_disk_space(settings, tmp_path / "run")
+        check_disk_space(settings, tmp_path / "run")
         return
     with pytest.raises(InputError, match=words):
-        plan.check_disk_space(settings, tmp_path / "run")
+        check_disk_space(settings, tmp_path / "run")
 
 
 @pytest.fixture
@@ -169,7 +170,7 @@ def test_refusals_write_nothing(settings, tmp_path, monkeypatch, case):
         resume = True
         run_settings = settings.model_copy(update={"clip_range": 0.5})
     elif case == "no space":
-        monkeypatch.setattr(plan, "estimate_disk_bytes", lambda settings: (10**18, 0))
+        monkeypatch.setattr(disk, "estimate_disk_bytes", lambda settings: (10**18, 0))
     else:
         processes = 3
     words = {

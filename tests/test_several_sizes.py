@@ -25,8 +25,14 @@ from chunk_grpo.measurements.speed import load_workload_settings
 from chunk_grpo.method.chunks import Chunks
 from chunk_grpo.method.sampler import Sampler
 from chunk_grpo.method.schedule import sigmas
+from chunk_grpo.models.activations import fit_update_batch
+from chunk_grpo.models.cost import find_model_config
 from chunk_grpo.models.trainable import load_trainable_policy
-from chunk_grpo.planning import plan
+from chunk_grpo.planning.counts import iteration_flops
+from chunk_grpo.planning.disk import run_disk_bytes
+from chunk_grpo.planning.memory import training_memory
+from chunk_grpo.planning.plan import describe_counts, describe_estimates, estimate_numbers
+from chunk_grpo.runs import run_images
 from chunk_grpo.training import iteration as iterations
 from chunk_grpo.training.replay import ReplayContext
 from chunk_grpo.training.method_loading import load_method
@@ -93,7 +99,7 @@ def test_a_measurement_of_speed_needs_one_size():
 def test_an_editing_model_needs_one_size():
     settings = Settings(model="black-forest-labs/FLUX.1-Kontext-dev", resolution=SIZES)
     with pytest.raises(InputError, match=r"`resolution` must be one size with FluxKontextPipeline"):
-        plan.estimate_numbers(settings, rate=1e12)
+        estimate_numbers(settings, rate=1e12)
 
 
 def state_of(folder, process: int = 0, processes: int = 1, **more) -> TrainingState:
@@ -295,30 +301,30 @@ def test_a_profile_measures_each_prompt_at_its_size(policy):
 
 def test_plan_takes_the_largest_size_for_memory_and_the_mean_for_time():
     model = "black-forest-labs/FLUX.1-dev"
-    config = plan.find_model_config(model)
+    config = find_model_config(model)
     small, large, mixed = 512, (512, 1024), [[512, 512], [512, 1024], [512, 512]]
 
     def of(function, size):
         """The result of a function of plan for runs of a size."""
         return function(Settings(model=model, lora_rank=8, resolution=size), config)
 
-    assert of(plan.training_memory, mixed) == of(plan.training_memory, large)
-    assert of(plan.training_memory, mixed) != of(plan.training_memory, small)
-    assert of(plan.run_disk_bytes, mixed) == of(plan.run_disk_bytes, large)
-    flops = {str(size): of(plan.iteration_flops, size) for size in (small, large, mixed)}
+    assert of(training_memory, mixed) == of(training_memory, large)
+    assert of(training_memory, mixed) != of(training_memory, small)
+    assert of(run_disk_bytes, mixed) == of(run_disk_bytes, large)
+    flops = {str(size): of(iteration_flops, size) for size in (small, large, mixed)}
     for phase, operations in flops[str(mixed)].items():
         mean = (2 * flops[str(small)][phase] + flops[str(large)][phase]) / 3
         assert operations == pytest.approx(mean)
     fitted = {
-        str(size): plan.fit_update_batch(
+        str(size): fit_update_batch(
             config, Settings(model=model, lora_rank=8, resolution=size, update_memory=40)
         ).update_batch
         for size in (small, large, mixed)
     }
     assert fitted[str(mixed)] == fitted[str(large)] < fitted[str(small)]
-    lines = dict(plan.describe_estimates(Settings(model=model, resolution=mixed), 1e12))
+    lines = dict(describe_estimates(Settings(model=model, resolution=mixed), 1e12))
     assert lines["one forward"].endswith("in the mean of 512 x 512, 512 x 1024 px (height x width)")
-    counts = dict(plan.describe_counts(load_settings("pocket/tiny", {"resolution": SIZES}), 1))
+    counts = dict(describe_counts(load_settings("pocket/tiny", {"resolution": SIZES}), 1))
     assert counts["evaluation at the end"].endswith(
         "as trained at 64 x 64, 32 x 96, 96 x 32 px (height x width)"
     )
@@ -350,7 +356,7 @@ def test_a_record_names_the_size_of_its_images(tmp_path):
         assert all(sizes[p] == WIDE for p in range(6)) and sizes[6] == TALL
         assert sizes[7] == draw_size((64, WIDE, TALL), state.settings.seed, i, 7)
 
-    described = dict(plan.describe_counts(state.settings))
+    described = dict(describe_counts(state.settings))
     assert any("7 with a size, which must be one of several" in text for text in described.values())
 
     wrong = {

@@ -37,8 +37,18 @@ from chunk_grpo.measurements import speed
 from chunk_grpo.method.sampler import Sampler
 from chunk_grpo.method.schedule import sigmas
 from chunk_grpo.models import trainable
+from chunk_grpo.models.activations import (
+    LiveBytesMode,
+    activation_bytes,
+    decode_bytes_on_gpu,
+    fit_update_batch,
+    images_decoded_at_once,
+)
+from chunk_grpo.models.cost import forward_flops, model_sizes
 from chunk_grpo.models.policy import ModelConfig, Policy, decode_latents
-from chunk_grpo.planning import plan
+from chunk_grpo.planning.counts import forward_backward_cost
+from chunk_grpo.planning.devices import find_device, recognise_gpu
+from chunk_grpo.planning.memory import peak_memory, training_memory
 from chunk_grpo.runs import run_folder
 from chunk_grpo.training import metrics, trainer
 from chunk_grpo.training.chunk_sampling import sample_chunks
@@ -104,7 +114,7 @@ def measure_peak(call: Callable) -> tuple[object, int]:
         out = call()
         torch.cuda.synchronize(DEVICE)
         return out, torch.cuda.max_memory_allocated(DEVICE) - before
-    with torch.compiler.set_stance("force_eager"), plan.LiveBytesMode() as live:
+    with torch.compiler.set_stance("force_eager"), LiveBytesMode() as live:
         out = call()
     return out, live.peak
 
@@ -135,10 +145,10 @@ def median_seconds(call: Callable, repeats: int = 3) -> float:
 
 def reached_share(flops: float, seconds: float, dtype: str) -> tuple[str | None, float | None]:
     """Return the device's name in `plan`, and the share of its rated speed that some operations reached."""
-    name = plan.recognise_gpu(torch.cuda.get_device_name()) if DEVICE.type == "cuda" else None
+    name = recognise_gpu(torch.cuda.get_device_name()) if DEVICE.type == "cuda" else None
     if name is None:
         return None, None
-    return name, flops / seconds / (getattr(plan.find_device(name), dtype) * 1e12)
+    return name, flops / seconds / (getattr(find_device(name), dtype) * 1e12)
 
 
 def share_entry(model: str, settings: Settings, phase: str, flops: float, seconds: float) -> dict:
@@ -240,7 +250,7 @@ def check_update(small: bool, folder: Path) -> Parts:
     def rows(count: int, checkpointing: bool) -> Measured:
         policy, config = whole_model()
         settings = flux_settings(small, update_batch=count, gradient_checkpointing=checkpointing)
-        planned = plan._batch_activation_bytes(config, settings)
+        planned = activation_bytes(config, settings)
         if not fits_beside_weights(planned):
             return Measured(
                 {
@@ -258,8 +268,8 @@ def check_update(small: bool, folder: Path) -> Parts:
         backward_of(policy, inputs)  # gradients are there from now on
         _, peak = measure_peak(lambda: backward_of(policy, inputs))
         seconds = median_seconds(lambda: backward_of(policy, inputs), 1)
-        forward = plan.forward_flops(config, settings.resolution, settings.max_tokens)
-        flops = count * forward * plan._backward_forwards(settings)
+        forward = forward_flops(config, settings.resolution, settings.max_tokens)
+        flops = count * forward * forward_backward_cost(settings)
         numbers = {
             "rows": count,
             "finite": all_finite([gradients(policy)]),
@@ -410,8 +420,8 @@ def measure_whole_iteration(
     settings = state.settings
     with counted_rows(state.policy) as rows:
         line, peak = measure_peak(lambda: trainer.train_iteration(state))
-    backward = line["transitions_trained"] * (plan._backward_forwards(settings) - 1)
-    forward = plan.forward_flops(config, settings.resolution, settings.max_tokens)
+    backward = line["transitions_trained"] * (forward_backward_cost(settings) - 1)
+    forward = forward_flops(config, settings.resolution, settings.max_tokens)
     forward *= 1 + (settings.true_cfg_scale > 1)
     work = {"rollout": rows["rollout"] * forward, "update": (rows["update"] + backward) * forward}
     seconds = {name: round(spent, 3) for name, spent in line["seconds"].items()}
@@ -448,7 +458,7 @@ def preset_parts(
         tiny = {name: value for name, value in SMALL.items() if name != "dtype"} if small else {}
         more = {"dtype": "float32"} if small else {}
         out = setting.load_settings(preset, ONE_ITERATION | tiny | more | changes)
-        return plan.fit_update_batch(config, out)
+        return fit_update_batch(config, out)
 
     @functools.cache
     def state() -> TrainingState:
@@ -458,7 +468,7 @@ def preset_parts(
         return gpu_models.prepare_training(config, settings(), folder, scorer)
 
     def planned() -> tuple[int, dict[str, int]]:
-        return plan._peak_memory(settings(), config)
+        return peak_memory(settings(), config)
 
     def load() -> Measured:
         held = torch.cuda.memory_allocated() if state() and DEVICE.type == "cuda" else None
@@ -559,7 +569,7 @@ def check_one_h200(small: bool, folder: Path) -> Parts:
 
     def enough() -> Measured:
         settings = setting.load_settings(preset)
-        planned = plan._peak_memory(settings, gpu_models.model_config("flux", False))[0]
+        planned = peak_memory(settings, gpu_models.model_config("flux", False))[0]
         total = (
             torch.cuda.get_device_properties(DEVICE).total_memory
             if DEVICE.type == "cuda"
@@ -732,7 +742,7 @@ def check_fsdp(small: bool, folder: Path) -> Parts:
     def largest_that_fits() -> ModelConfig:
         for divisor in range(3, 20):
             config = part_of_flux(divisor, small)
-            parts = plan.training_memory(setting.load_settings(base), config)
+            parts = training_memory(setting.load_settings(base), config)
             if sum(parts.values()) < 0.85 * device_bytes:
                 return config
         raise RuntimeError(
@@ -741,11 +751,11 @@ def check_fsdp(small: bool, folder: Path) -> Parts:
 
     def one_iteration() -> Measured:
         config = largest_that_fits()
-        planned = sum(plan.training_memory(setting.load_settings(base), config).values())
+        planned = sum(training_memory(setting.load_settings(base), config).values())
         numbers = train_alone(folder / "iteration", config, base | {"iterations": 2}, False)
         peak = numbers.pop("peak_bytes")
         numbers |= {
-            "parameters": plan.model_sizes(config)["transformer"],
+            "parameters": model_sizes(config)["transformer"],
             "peak_gb": None if peak is None else peak / 1e9,
             "planned_gb": planned / 1e9,
         }
@@ -758,7 +768,7 @@ def check_fsdp(small: bool, folder: Path) -> Parts:
         config = gpu_models.model_config(
             "flux", small, **({} if small else {"num_layers": 1, "num_single_layers": 2})
         )
-        count = plan.model_sizes(config)["transformer"]
+        count = model_sizes(config)["transformer"]
         large.mkdir(parents=True, exist_ok=True)
         try:
             if shutil.disk_usage(large).free < count * TRAINING_BYTES:
@@ -816,7 +826,7 @@ def check_masked_attention(small: bool, folder: Path) -> Parts:
         backward_of(policy, inputs)
         _, peak = measure_peak(lambda: backward_of(policy, inputs))
         seconds = median_seconds(lambda: backward_of(policy, inputs), 1)
-        planned = plan._batch_activation_bytes(config, settings)
+        planned = activation_bytes(config, settings)
         finite = all_finite([gradients(policy)])
         numbers = {
             "model": gpu_models.PUBLISHED[model],
@@ -1066,9 +1076,9 @@ def check_scorers_decoding(small: bool, folder: Path) -> Parts:
         def call() -> Tensor:
             return decode_latents(policy(), latents, count)
 
-        at_once = plan.images_decoded_at_once(config, large, count)
+        at_once = images_decoded_at_once(config, large, count)
         dtype = flux_settings(small).dtype
-        planned = plan.decode_bytes_on_gpu(config, large, dtype, False, at_once)
+        planned = decode_bytes_on_gpu(config, large, dtype, False, at_once)
         call()
         images, peak = measure_peak(call)
         alone = torch.cat([decode_latents(policy(), row[None], 1) for row in latents[:2]])

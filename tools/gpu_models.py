@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from chunk_grpo.core.settings import Settings
 from chunk_grpo.measurements import speed
 from chunk_grpo.models import prompt_embeds, trainable
+from chunk_grpo.models.cost import find_model_config
 from chunk_grpo.models.inputs import find_family, import_class
 from chunk_grpo.models.policy import TORCH_DTYPES, ModelConfig, Policy
-from chunk_grpo.planning import plan
 from chunk_grpo.reward_serving import placement
 from chunk_grpo.rewards.hpsv3 import IMAGE_TOKEN, REWARD_TOKEN, HPSv3, build_reward_head
 from chunk_grpo.training.rollout import make_generator
@@ -128,7 +128,7 @@ def model_config(
     **changes,  # of the transformer's configuration
 ) -> ModelConfig:
     """Return the configurations of a model's transformer and VAE."""
-    published = plan.find_model_config(PUBLISHED[name])
+    published = find_model_config(PUBLISHED[name])
     transformer = json.loads(published.transformer)
     autoencoder = json.loads(published.autoencoder)
     if small:

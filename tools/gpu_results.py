@@ -159,19 +159,20 @@ def gpu_sentence(found: Mapping[int, dict]) -> str:  # found: of `read_results`
 
 def stage_shares(folder: Path = RESULTS) -> list[dict]:
     """Compute the shares that the forward passes of the earlier measurement reached: FLUX.1-dev, one row, bfloat16."""
-    from chunk_grpo.planning import plan
+    from chunk_grpo.models.cost import find_model_config, forward_flops
+    from chunk_grpo.planning.devices import find_device, recognise_gpu
 
     file = folder / "stages" / "4-size.json"
     if not file.is_file():
         return []
     result = read_json(file)
     model = "black-forest-labs/FLUX.1-dev"
-    device = plan.recognise_gpu(result["device"])
-    rated = plan.find_device(device).bfloat16 * 1e12
+    device = recognise_gpu(result["device"])
+    rated = find_device(device).bfloat16 * 1e12
     rows = []
     for name, part in result["parts"].items():
         if name.startswith("forward at"):
-            flops = plan.forward_flops(plan.find_model_config(model), part["pixels"], 512)
+            flops = forward_flops(find_model_config(model), part["pixels"], 512)
             row = {"device": device, "model": model, "dtype": "bfloat16", "phase": "forward"}
             share = flops / part["seconds"] / rated
             row |= {"resolution": part["pixels"], "share": round(share, 4), "gpu": result["device"]}
