@@ -18,7 +18,7 @@ from chunk_grpo.core.settings import (
     load_settings,
 )
 from chunk_grpo.planning import plan
-from chunk_grpo.reporting.publish import pipeline_options
+from chunk_grpo.reporting.model_card import pipeline_options
 
 WIDE, TALL = [32, 64], [64, 32]
 SIZES = {"resolution": WIDE, "eval_resolution": TALL}

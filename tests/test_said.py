@@ -53,7 +53,7 @@ def test_every_preset_is_no_configuration_of_another_program():
 def test_upload_command_is_quoted(tmp_path, monkeypatch, capsys):
     folder = tmp_path / "my model; rm -rf $HOME"
     monkeypatch.setattr(
-        "chunk_grpo.reporting.publish.export_run", lambda run, folder, **options: folder
+        "chunk_grpo.reporting.export.export_run", lambda run, folder, **options: folder
     )
     monkeypatch.setattr(reports, "check_trust", lambda *given, **more: None)
     reports.export(tmp_path, folder)

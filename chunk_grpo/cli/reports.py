@@ -322,7 +322,7 @@ def sample(
     seeds = parse_numbers("--seed", seed)
     check_trust(run, trust, doing="sampling from", rewards_too=False)
     from chunk_grpo.models import inputs  # these here, since they import torch
-    from chunk_grpo.reporting import publish
+    from chunk_grpo.reporting import samples
     from chunk_grpo.runs import run_folder
 
     # A model with a small vocabulary, such as the pocket model, skips words without an error.
@@ -349,7 +349,7 @@ def sample(
     }
     changes = [f"{field}={value}" for field, value in options.items() if value is not None]
     with ends_if_interrupted(lambda: "no folder was made"), machine.raise_on_sigterm():
-        images = publish.sample_run(
+        images = samples.sample_run(
             run=run,
             prompts=texts,
             arms=split_commas(arm) or [],
@@ -388,15 +388,15 @@ def export(
     """Export a run's weights for other programs, with a model card."""
     if public and not push_to_hub:
         raise InputError("`--public` needs the repository in `--push-to-hub`; got none")
-    from chunk_grpo.reporting import publish  # here, since it imports torch
+    from chunk_grpo.reporting import export as exporting  # here, since it imports torch
 
     check_trust(run, trust, doing="exporting", rewards_too=False)
     if push_to_hub:
-        publish.check_hub_login(push_to_hub)
-    exported = publish.export_run(run=run, folder=folder, trust=trust, layout=layout)
+        exporting.check_hub_login(push_to_hub)
+    exported = exporting.export_run(run=run, folder=folder, trust=trust, layout=layout)
     typer.echo(f"card: {exported / 'README.md'}")
     if push_to_hub:
-        typer.echo(f"uploaded: {publish.push_to_hub(exported, push_to_hub, private=not public)}")
+        typer.echo(f"uploaded: {exporting.push_to_hub(exported, push_to_hub, private=not public)}")
     else:
         upload = shlex.join(["hf", "upload", f"NAME/{exported.name}", str(exported)])
         typer.echo(f"to share it, after reading the base's licence: {upload}")
