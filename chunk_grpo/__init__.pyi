@@ -13,12 +13,9 @@ from .method.sampler import Sampler as Sampler
 from .method.schedule import sigmas as sigmas
 from .models.inputs import write_prompts as write_prompts
 from .models.policy import load_policy as load_policy
-from .reporting.publish import (
-    export_run as export_run,
-    sample_run as sample_run,
-    sample_widget as sample_widget,
-)
+from .reporting.export import export_run as export_run
 from .reporting.reports import compare_runs as compare_runs, write_run_report as write_run_report
+from .reporting.samples import sample_run as sample_run, sample_widget as sample_widget
 from .reward_serving.placement import load_placed_reward as load_placed_reward
 from .runs.launch import train as train
 from .runs.run_folder import read_metrics as read_metrics

@@ -15,7 +15,7 @@ import typer
 from commands import command, environment, server
 
 from chunk_grpo import InputError
-from chunk_grpo.cli import main
+from chunk_grpo.cli import training
 from chunk_grpo.core import settings
 from chunk_grpo.core.files import read_json, write_json
 from chunk_grpo.core.statistics import bootstrap_images
@@ -294,7 +294,7 @@ def test_a_part_that_was_cut_off_is_drawn_again(run):
 def test_training_stands_whatever_becomes_of_its_evaluation(tmp_path, capsys):
     run = synthetic.write(tmp_path / "run", evaluated=False)  # its weights are missing
     with pytest.raises(typer.Exit) as ended:
-        main._finish_training(run, report=True)
+        training._finish_training(run, report=True)
     said = capsys.readouterr()
     assert ended.value.exit_code == 2 and "finished: 240 s of training" in said.out
     assert (

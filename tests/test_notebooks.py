@@ -11,8 +11,8 @@ from run_page import PRELOADED, run_page
 ROOT = Path(__file__).resolve().parents[1]
 LONGEST = (
     "02_ray_cluster",
-    "06_own_study",
-    "03_gpu_host",
+    "14_own_study",
+    "11_gpu_host",
     "01_study",
     "04_trainable",
     "05_plan",

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from chunk_grpo import InputError
-from chunk_grpo.cli import main, reports
+from chunk_grpo.cli import console, main, reports
 from chunk_grpo.core import settings
 from chunk_grpo.runs import launch, run_folder
 
@@ -60,7 +60,7 @@ def test_training_goes_on_when_nobody_reads(monkeypatch, tmp_path, nobody):
 def test_a_full_disk_behind_the_output_ends_nothing(monkeypatch):
     with open("/dev/full", "w") as full:
         monkeypatch.setattr(sys, "stdout", full)
-        with contextlib.redirect_stdout(main._rewrap(sys.stdout)):
+        with contextlib.redirect_stdout(console.rewrap_stream(sys.stdout)):
             print("one", flush=True)
             print("two", flush=True)
         monkeypatch.undo()

@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from typer.testing import CliRunner
 
 from chunk_grpo import InputError
-from chunk_grpo.cli import main
+from chunk_grpo.cli import main, training
 from chunk_grpo.core import machine, settings
 from chunk_grpo.models import activations, inputs, policy, trainable
 from chunk_grpo.models.activations import (
@@ -545,7 +545,7 @@ def test_a_run_has_as_many_processes_as_pay_or_as_it_had(
     monkeypatch.setattr(
         launch, "train", lambda settings, out, processes, **how: seen.update(n=processes) or out
     )
-    monkeypatch.setattr(main, "_finish_training", lambda run, report: None)
+    monkeypatch.setattr(training, "_finish_training", lambda run, report: None)
     if before:
         (tmp_path / "run.json").write_text(json.dumps({"processes": before}))
     answer = CliRunner().invoke(main.app, ["train", *words, "--out", str(tmp_path)])

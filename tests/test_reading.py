@@ -23,7 +23,7 @@ from chunk_grpo.core.settings import reward_weights
 from chunk_grpo.planning import devices
 from chunk_grpo.planning.devices import measure_matmul_rate
 from chunk_grpo.pocket.world import Scene, SceneObject, render_scene
-from chunk_grpo.reporting import figures, publish, reports, tables
+from chunk_grpo.reporting import figures, reports, samples, tables
 from chunk_grpo.runs import run_folder
 
 LONG = "l" * 200
@@ -67,7 +67,7 @@ def test_words_between_dollars_are_words_in_every_figure_of_names(words, tmp_pat
         "seed": 0,
         "image": Image.new("RGB", (8, 8)),
     }
-    assert publish._contact_sheet([image]).startswith(b"\x89PNG")
+    assert samples._contact_sheet([image]).startswith(b"\x89PNG")
     Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
     rows = pd.DataFrame(
         [

@@ -9,7 +9,7 @@ import yaml
 from PIL import Image
 
 from chunk_grpo import InputError
-from chunk_grpo.cli import reports
+from chunk_grpo.cli import publishing
 from chunk_grpo.core import settings
 from chunk_grpo.reporting import figures
 
@@ -53,10 +53,10 @@ def test_every_preset_is_no_configuration_of_another_program():
 def test_upload_command_is_quoted(tmp_path, monkeypatch, capsys):
     folder = tmp_path / "my model; rm -rf $HOME"
     monkeypatch.setattr(
-        "chunk_grpo.reporting.publish.export_run", lambda run, folder, **options: folder
+        "chunk_grpo.reporting.export.export_run", lambda run, folder, **options: folder
     )
-    monkeypatch.setattr(reports, "check_trust", lambda *given, **more: None)
-    reports.export(tmp_path, folder)
+    monkeypatch.setattr(publishing, "check_trust", lambda *given, **more: None)
+    publishing.export(tmp_path, folder)
     line = capsys.readouterr().out.splitlines()[1]
     command = shlex.split(line.partition("licence: ")[2])
     assert command == ["hf", "upload", f"NAME/{folder.name}", str(folder)]
@@ -80,7 +80,7 @@ def test_doctor_says_why_torch_sees_no_gpu(monkeypatch):
     """Torch's CUDA, the driver, and each GPU's free memory and capability."""
     from types import SimpleNamespace
 
-    from chunk_grpo.cli import evaluation
+    from chunk_grpo.cli.machine import _describe_gpus
 
     def machine(cuda, count):
         about = SimpleNamespace(name="NVIDIA H100", total_memory=80 * 2**30, major=9, minor=0)
@@ -91,9 +91,9 @@ def test_doctor_says_why_torch_sees_no_gpu(monkeypatch):
         )
         return SimpleNamespace(version=SimpleNamespace(cuda=cuda), cuda=device)
 
-    rows = dict(evaluation._describe_gpus(machine("13.0", 1)))
+    rows = dict(_describe_gpus(machine("13.0", 1)))
     assert rows["torch's CUDA"] == "13.0"
     assert rows["cuda:0"] == "NVIDIA H100, 80 GiB, 70.0 GiB free, capability 9.0"
-    assert "for CPUs" in dict(evaluation._describe_gpus(machine(None, 0)))["torch's CUDA"]
-    assert "no CUDA" in dict(evaluation._describe_gpus(machine(None, 0)))["GPUs"]
-    assert "driver" in dict(evaluation._describe_gpus(machine("13.0", 0)))["GPUs"]
+    assert "for CPUs" in dict(_describe_gpus(machine(None, 0)))["torch's CUDA"]
+    assert "no CUDA" in dict(_describe_gpus(machine(None, 0)))["GPUs"]
+    assert "driver" in dict(_describe_gpus(machine("13.0", 0)))["GPUs"]

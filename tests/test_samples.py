@@ -20,7 +20,8 @@ from chunk_grpo.core.files import hash_files, read_json, write_json
 from chunk_grpo.evaluation.evaluate import evaluate
 from chunk_grpo.models import trainable
 from chunk_grpo.models.inputs import content_hashes, input_records, locate_model
-from chunk_grpo.reporting import publish
+from chunk_grpo.reporting import samples
+from chunk_grpo.reporting.model_card import card_data
 from chunk_grpo.runs import run_folder
 from chunk_grpo.training import checkpoints
 
@@ -237,13 +238,13 @@ def test_a_run_without_weights_is_refused(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_an_interrupt_leaves_no_folder(lora, tmp_path, monkeypatch, number, code):
-    drawing = publish.sample_run_images
+    drawing = samples.sample_run_images
 
     def interrupted(**given):
         yield next(drawing(**given))
         signal.raise_signal(number)
 
-    monkeypatch.setattr(publish, "sample_run_images", interrupted)
+    monkeypatch.setattr(samples, "sample_run_images", interrupted)
     answer = CliRunner().invoke(
         main.app, ["sample", str(lora), *PROMPTS, "--out", str(tmp_path / "out")]
     )
@@ -377,13 +378,13 @@ def test_settings_are_json_for_the_hub(lora, tmp_path):
     card = ModelCard.load(export_run(lora, tmp_path / "mine") / "README.md")
     assert card.data.pipeline_tag == "text-to-image" and "lora" in card.data.tags
     run_settings = settings.load_settings("paper/one-h200-lora")
-    assert publish.card_data(run_settings).to_yaml().count("FLUX.1-dev") == 2 and json.dumps(
+    assert card_data(run_settings).to_yaml().count("FLUX.1-dev") == 2 and json.dumps(
         card.data.to_dict()
     )
 
 
 def test_sample_warns_of_words_that_the_model_does_not_know(lora, monkeypatch, tmp_path):
-    monkeypatch.setattr(publish, "sample_run", lambda **given: [])
+    monkeypatch.setattr(samples, "sample_run", lambda **given: [])
     said = {
         text: CliRunner()
         .invoke(main.app, ["sample", str(lora), text, "--out", str(tmp_path / "out")])

@@ -11,7 +11,7 @@ from small_runs import write
 from typer.testing import CliRunner
 
 from chunk_grpo import InputError
-from chunk_grpo.cli.reports import reports_app
+from chunk_grpo.cli.publishing import publishing_app
 from chunk_grpo.core import settings
 from chunk_grpo.models import trainable
 from chunk_grpo.runs import run_folder
@@ -55,7 +55,7 @@ def export(run, hub, monkeypatch):
 
     def call(*words, token=stub_hub.TOKEN):
         monkeypatch.setenv("HF_TOKEN", token)
-        return CliRunner().invoke(reports_app, ["export", str(run), *map(str, words)])
+        return CliRunner().invoke(publishing_app, ["export", str(run), *map(str, words)])
 
     return call
 
