@@ -14,7 +14,7 @@ from chunk_grpo.core.user_code import code_files, find_code
 from chunk_grpo.evaluation import parts
 from chunk_grpo.evaluation.benchmarks import run_benchmark, sample_benchmark
 from chunk_grpo.reporting.samples import sample_widget
-from chunk_grpo.runs import run_folder, run_images
+from chunk_grpo.runs import run_folder
 from chunk_grpo.runs.verify import verify_run
 
 FEW = [

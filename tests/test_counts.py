@@ -10,8 +10,10 @@ from chunk_grpo import InputError
 from chunk_grpo.core.settings import METHODS, load_settings, read_settings_file
 from chunk_grpo.methods.table import method_row
 from chunk_grpo.planning.counts import iteration_counts
-from chunk_grpo.training import iteration
+from chunk_grpo.training.groups import measure_profile, sample_groups, score_base
 from chunk_grpo.training.method_loading import load_method
+from chunk_grpo.training.state import load_policy_and_optimizer, prepare_state
+from chunk_grpo.training.update import update_policy
 
 SMALL = {
     "steps": 13,

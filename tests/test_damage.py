@@ -18,7 +18,7 @@ from chunk_grpo.core.files import RunInfo, append_json_line, hash_files, read_js
 from chunk_grpo.evaluation import parts, run_images
 from chunk_grpo.models import trainable
 from chunk_grpo.runs import run_folder
-from chunk_grpo.training import checkpoints, trainer
+from chunk_grpo.training import checkpoints, resuming
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -22,7 +22,7 @@ from chunk_grpo.core.statistics import bootstrap_images
 from chunk_grpo.evaluation import evaluate, parts
 from chunk_grpo.models import trainable
 from chunk_grpo.planning.plan import describe_counts
-from chunk_grpo.runs import run_folder, run_images
+from chunk_grpo.runs import run_folder
 
 SMALL = {
     "eval_images": 2,

@@ -17,7 +17,12 @@ from chunk_grpo.core.settings import (
     image_size,
     load_settings,
 )
-from chunk_grpo.planning import plan
+from chunk_grpo.models import activations
+from chunk_grpo.models.cost import find_model_config, forward_flops, latent_numel
+from chunk_grpo.planning.devices import rate_share
+from chunk_grpo.planning.disk import run_disk_bytes
+from chunk_grpo.planning.memory import training_memory
+from chunk_grpo.planning.plan import describe_estimates
 from chunk_grpo.reporting.model_card import pipeline_options
 
 WIDE, TALL = [32, 64], [64, 32]

@@ -32,10 +32,10 @@ from chunk_grpo.planning.counts import iteration_flops
 from chunk_grpo.planning.disk import run_disk_bytes
 from chunk_grpo.planning.memory import training_memory
 from chunk_grpo.planning.plan import describe_counts, describe_estimates, estimate_numbers
-from chunk_grpo.runs import run_images
-from chunk_grpo.training import iteration as iterations
-from chunk_grpo.training.replay import ReplayContext
+from chunk_grpo.training.gradient import accumulate_gradients, compute_transition_stats
+from chunk_grpo.training.groups import measure_profile, sample_groups, score_base
 from chunk_grpo.training.method_loading import load_method
+from chunk_grpo.training.replay import ReplayContext
 from chunk_grpo.training.rollout import (
     RolloutOptions,
     as_image_keys,

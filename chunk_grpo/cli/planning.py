@@ -76,9 +76,20 @@ def plan(
     run_settings = settings.load_settings(
         source or run_folder.read_run_settings(run), overrides or ()
     )
-    from chunk_grpo.planning import plan as planning  # these here, since they import torch
+    # these here, since they import torch
+    from chunk_grpo.models.activations import fit_update_batch
+    from chunk_grpo.models.cost import find_model_config, known_model_configs
+    from chunk_grpo.planning.counts import held_out_prompts
+    from chunk_grpo.planning.devices import find_device, measure_matmul_rate
+    from chunk_grpo.planning.plan import (
+        describe_counts,
+        describe_estimates,
+        describe_measured,
+        estimate_numbers,
+    )
+    from chunk_grpo.planning.processes import choose_processes, find_preset_processes
     from chunk_grpo.pocket import POCKET_MODELS
-    from chunk_grpo.training.methods import call_hook, load_method
+    from chunk_grpo.training.method_loading import call_hook, load_method
 
     # No folder and no code that the settings of somebody else's run name may be opened.
     origin = "own" if source else run_folder.run_origin(run)
@@ -89,7 +100,7 @@ def plan(
                 f"`--run` needs SETTINGS before it: {run} names the code {settings.named_code(run_settings)[0]}, "
                 "which is not what the run was trained with"
             )
-        if run_settings.model not in (*POCKET_MODELS, *planning.known_model_configs()):
+        if run_settings.model not in (*POCKET_MODELS, *known_model_configs()):
             reasons.insert(0, f"its model {run_settings.model!r} is not one that chunk-grpo knows")
         if reasons:
             raise InputError(
@@ -102,37 +113,35 @@ def plan(
         inputs = []
         if os.path.isfile(run_settings.prompts):
             inputs.append("prompts")
-        if planning.held_out_prompts(run_settings):
+        if held_out_prompts(run_settings):
             inputs.append("eval_prompts")
         run_folder.check_run_inputs(run, run_settings, inputs)
 
     # The preset's number of processes, or what pays on this machine; one for a named device.
     if processes is None:
-        processes = planning.find_preset_processes(source)
+        processes = find_preset_processes(source)
         if not processes:
-            processes = 1 if device else planning.choose_processes(run_settings)
+            processes = 1 if device else choose_processes(run_settings)
 
     method = load_method(run_settings)  # rejects the settings that training rejects
-    config = planning.find_model_config(run_settings.model, run_settings.family)
+    config = find_model_config(run_settings.model, run_settings.family)
     if config is not None:
-        method = load_method(planning.fit_update_batch(config, run_settings))
+        method = load_method(fit_update_batch(config, run_settings))
     counts = call_hook(method, "counts")
 
     # FLOP/s of one process: of the device, as given, or measured if the model's size is known.
-    speed = (
-        getattr(planning.find_device(device), run_settings.dtype) * 1e12 if device else rate * 1e12
-    )
+    speed = getattr(find_device(device), run_settings.dtype) * 1e12 if device else rate * 1e12
     estimated = "estimated, not measured"
     if not speed and config is not None:
         estimated += ", but for this machine's matrix rate"
-        speed = planning.measure_matmul_rate(run_settings.dtype)
+        speed = measure_matmul_rate(run_settings.dtype)
     speed = speed or 1.0
 
     tables = {
-        "counted": planning.describe_counts(
+        "counted": describe_counts(
             settings=run_settings, processes=processes, counts=counts, show_prompts=not is_foreign
         ),
-        estimated: planning.describe_estimates(
+        estimated: describe_estimates(
             settings=run_settings,
             rate=speed,
             processes=processes,
@@ -149,7 +158,7 @@ def plan(
             f"measured by {run} on {hardware}, predicted at {speed / 1e9:,.0f} GFLOP/s a process\n"
             f"its settings differ in {changed}"
         )
-        tables[measured] = planning.describe_measured(
+        tables[measured] = describe_measured(
             settings=run_settings,
             lines=metrics,
             rate=speed,
@@ -161,7 +170,7 @@ def plan(
         rows = {
             title: {name.strip(): text for name, text in table} for title, table in tables.items()
         }
-        numbers = planning.estimate_numbers(
+        numbers = estimate_numbers(
             settings=run_settings, rate=speed, processes=processes, counts=counts
         )
         return print_json({"rows": rows, "numbers": numbers})

@@ -131,7 +131,8 @@ def train(
         raise InputError(
             f"`--{'resume' if resume else 'nodes'}` needs the run folder in `--out`; got none"
         )
-    from chunk_grpo.planning import plan as planning  # these here, since they import torch
+    # these here, since they import torch
+    from chunk_grpo.planning.processes import choose_processes
     from chunk_grpo.runs import launch, run_folder, run_images
 
     # Without --out the run folder is named after the preset or the settings file.
@@ -149,7 +150,7 @@ def train(
         if resume and run_folder.holds_run(folder):
             processes = run_images.drawing_processes(folder)
         else:
-            processes = planning.choose_processes(run_settings, source)
+            processes = choose_processes(run_settings, source)
     processes = 1 if processes is None else processes
     is_single_process = processes * nodes == 1
 

@@ -6,20 +6,14 @@
 __all__ = ['OURS', 'REWARD_LOADERS', 'EMBEDDING_REWARDS', 'REWARD_PLACES', 'TRACKERS', 'ALARMS', 'PRESETS_DIR', 'METHODS',
            'RESUME_CHANGEABLE_FIELDS', 'image_size', 'training_sizes', 'format_resolution', 'reward_weights',
            'evaluated_rewards', 'guidance_scales', 'uses_true_cfg', 'embedding_reward', 'named_code',
-           'resolve_code_files', 'module_search_path', 'import_callable', 'lr_schedule', 'method_label', 'Settings',
-           'list_presets', 'find_settings_file', 'read_settings_file', 'load_settings', 'dump_settings',
-           'diff_settings', 'check_resume', 'settings_table', 'check_processes']
+           'resolve_code_files', 'lr_schedule', 'method_label', 'Settings', 'list_presets', 'find_settings_file',
+           'read_settings_file', 'load_settings', 'dump_settings', 'diff_settings', 'check_resume', 'settings_table',
+           'check_processes']
 
 # %% ../../nbs/02_core/04_settings.ipynb #77c2ca98
-import contextlib
 import difflib
-import importlib
-import importlib.util
-import os
 import re
-import sys
-import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -980,76 +974,6 @@ def _expand_method(
         keeps_name = named or "class" in row
         values = row.get("settings", {}) | values | {"method": method if keeps_name else "chunk"}
     return resolve_code_files(values, folder)
-
-# %% ../../nbs/02_core/04_settings.ipynb #5599bf4d
-@contextlib.contextmanager
-def module_search_path(
-    here: bool = True,  # whether modules are also searched for in the working directory
-) -> Iterator[None]:
-    """Set the module search path for code that settings name, within this context."""
-    previous_path = list(sys.path)
-    cwd = os.getcwd()
-    python_path = [
-        os.path.abspath(folder)
-        for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep)
-        if folder
-    ]
-    search_path = [folder for folder in previous_path if folder not in ("", cwd)]
-    if here or cwd in python_path:
-        search_path.append(cwd)
-    try:
-        sys.path[:] = search_path
-        importlib.invalidate_caches()  # the file may have been written within the last second
-        yield
-    finally:
-        sys.path[:] = previous_path
-
-
-def import_callable(
-    path: str,  # "package.module:name" or "file.py:name"
-    field: str = "reward",  # the setting that has this value, for error messages
-    here: bool = True,  # search the working directory: for what the user names, not a run's file
-) -> Callable:
-    """Import the function or class at a path and return it.
-
-    Raises InputError if the path is malformed, if importing it fails for any reason, or if the name is not callable.
-    """
-    must = f"`{field}` must be package.module:name or file.py:name"
-    module_name, _, name = path.rpartition(":")
-    is_file = module_name.endswith(".py")
-    is_module = all(word.isidentifier() for word in module_name.split("."))
-    if not name.isidentifier() or not (is_file or is_module):
-        raise InputError(f"{must}; got {path[:80]!r}")
-    if is_file and not here and not os.path.isabs(module_name):
-        raise InputError(
-            f"{must}, with the absolute path of the file if a run names it; got {path[:80]!r}"
-        )
-    loaded = ""
-    try:
-        with module_search_path(here):
-            if is_file:
-                spec: Any = importlib.util.spec_from_file_location(
-                    f"{Path(module_name).stem}_of_{field}", module_name
-                )
-                module = importlib.util.module_from_spec(spec)
-                loaded = spec.name
-                sys.modules[loaded] = module  # dataclasses and pickle look it up there
-                spec.loader.exec_module(module)
-            else:
-                module = importlib.import_module(module_name)
-    except (Exception, SystemExit) as error:
-        sys.modules.pop(loaded, None)
-        last = traceback.extract_tb(error.__traceback__)[-1]
-        # The messages of these errors already say where they arose.
-        says_where = isinstance(error, (ImportError, SyntaxError, FileNotFoundError))
-        line = ""
-        if os.path.isfile(last.filename) and not says_where:
-            line = f" in {last.filename}, line {last.lineno}"
-        words = f"{type(error).__name__}{line}: {error}".splitlines()[0]
-        raise InputError(f"{must}, and must be importable; got {path[:80]!r}, {words}") from None
-    if not callable(getattr(module, name, None)):
-        raise InputError(f"{must}, of a function or class in that module; got {path[:80]!r}")
-    return getattr(module, name)
 
 # %% ../../nbs/02_core/04_settings.ipynb #fd295e10
 def _trains_all_chunks(settings: "Settings") -> bool:

@@ -20,7 +20,8 @@ from ..core.settings import Settings, guidance_scales, image_size, training_size
 from ..models import adapters, trainable
 from ..models.inputs import run_negative_prompts
 from ..models.policy import TORCH_DTYPES, Policy
-from ..planning.plan import choose_image_device, held_out_prompts
+from ..planning.processes import choose_image_device
+from ..planning.counts import held_out_prompts
 from chunk_grpo.runs.run_folder import (
     check_run_inputs,
     file_of_run,
@@ -28,7 +29,7 @@ from chunk_grpo.runs.run_folder import (
     has_final_weights,
 )
 from ..training import checkpoints
-from ..training.methods import load_method
+from ..training.method_loading import load_method
 from ..training.rollout import draw_size, sample_images
 
 # %% ../../nbs/10_evaluation/00_run_images.ipynb #96a14825

@@ -36,7 +36,8 @@ from ..models import trainable
 from ..models.families import FluxPolicy
 from ..models.inputs import import_class, read_run_prompts_with_records
 from ..models.policy import TORCH_DTYPES, Policy, decode_latents
-from ..planning import plan
+from ..models.activations import LiveBytesMode
+from ..planning.devices import measure_matmul_rate
 from ..reward_serving import placement
 from ..rewards import rewards
 from ..training.method import Method
@@ -81,7 +82,7 @@ def _measure_peak_bytes(
         before = torch.cuda.memory_allocated(device)
         function()
         return torch.cuda.max_memory_allocated(device) - before
-    with torch.compiler.set_stance("force_eager"), plan.LiveBytesMode() as live:
+    with torch.compiler.set_stance("force_eager"), LiveBytesMode() as live:
         function()
     return live.peak
 
@@ -385,7 +386,7 @@ def measure_iteration(
     say("creating the policy")
     workload = prepare_workload(settings, *configs)
     device = workload.policy.device
-    rate = plan.measure_matmul_rate(settings.dtype, 1.0)
+    rate = measure_matmul_rate(settings.dtype, 1.0)
     say(f"the device multiplies matrices of {settings.dtype} at {rate / 1e12:.3g} TFLOP/s")
     torch._dynamo.utils.counters.clear()
     seconds: dict[str, list[float]] = {}

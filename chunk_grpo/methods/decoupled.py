@@ -21,7 +21,7 @@ from ..method.chunks import Chunks, flatten_chunks, parse_chunk_numbers
 from ..method.dynamics import chunk_count
 from ..method.sampler import Sampler
 from ..method.schedule import add_noise, velocity_target
-from ..planning.plan import transitions_per_image
+from ..planning.counts import transitions_per_image
 from ..training.replay import ChunkTerms, ReplayContext, TransitionBatch
 from ..training.method import Method
 from ..training.chunk_sampling import sample_chunks

@@ -434,7 +434,7 @@ def _import_family(
     sha256: str,  # of the file, so that a changed file is imported again; "" for a module
 ) -> type:
     """Import a family from outside this package; raise InputError if it is no complete family."""
-    from chunk_grpo.core.settings import import_callable
+    from chunk_grpo.core.imports import import_callable
 
     # By name, as the families above: their pages come after this one.
     policy_class = import_class("chunk_grpo.models.policy.Policy")

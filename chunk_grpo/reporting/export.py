@@ -20,7 +20,7 @@ from ..core import settings as setting
 from ..core.files import atomic_write
 from ..models import adapters, inputs
 from ..models.trainable import read_saved_weights, save_trained_weights
-from ..planning.plan import held_out_prompts
+from ..planning.counts import held_out_prompts
 from ..pocket import POCKET_MODELS
 from .model_card import SOURCE_FILE, is_hub_id, model_card
 from ..runs import run_folder, run_images

@@ -21,12 +21,13 @@ from ..arguments import checked, path, texts, whole_number
 from ..core import settings as setting
 from ..core.files import atomic_write, write_json
 from ..evaluation import evaluate as evaluating
+from ..evaluation import run_images
 from ..models import inputs
 from ..models.policy import Policy
-from ..planning.plan import held_out_prompts
+from ..planning.counts import held_out_prompts
 from .figures import ARM_LABELS, figure_to_png, plot_image_grid
 from .widgets import SnapshotBox, gallery_html
-from ..runs import run_folder, run_images
+from ..runs import processes, run_folder
 from ..training.rollout import derive_seed
 
 # %% ../../nbs/12_reporting/04_samples.ipynb #af9703b6
@@ -231,7 +232,7 @@ def sample_run(
             cost += run_images.image_cost(settings, x["arm"])
             now = time.monotonic()
             if now - last_report >= 10 or len(images) == total:
-                progress = run_images.progress_text(
+                progress = processes.progress_text(
                     done=len(images),
                     images=total,
                     seconds=now - began,

@@ -408,7 +408,7 @@ def _untrusted_names(
 ) -> list[str]:
     """Describe the code, models and options that the run would load or run."""
     # here, since diffusers takes seconds to import
-    from chunk_grpo.planning.plan import known_model_configs
+    from chunk_grpo.models.cost import known_model_configs
     from chunk_grpo.pocket import POCKET_MODELS
 
     reward_names = []
@@ -504,7 +504,9 @@ def create_run(
     if not done:
         check_environment(settings.compile)
         # imported here, since diffusers takes seconds to import
-        from chunk_grpo.planning.plan import check_device, check_disk_space, check_forward
+        from chunk_grpo.models.cost import check_forward
+        from chunk_grpo.planning.disk import check_disk_space
+        from chunk_grpo.planning.processes import check_device
         from chunk_grpo.training.method_loading import load_method
 
         check_device(settings)

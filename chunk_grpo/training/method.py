@@ -19,7 +19,8 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from torch import Tensor
 
 from .. import InputError
-from ..core.settings import Settings, import_callable, named_code
+from ..core.settings import Settings, named_code
+from ..core.imports import import_callable
 from ..core.validation import format_value
 from ..method import chunk_search, dynamics, surrogates
 from ..method.chunks import Chunks, chunks_from_setting, parse_chunk_numbers, step_weights
@@ -28,7 +29,7 @@ from ..method.sampler import Sampler
 from ..method.schedule import sigmas
 from ..method.sharing import Sharing, merge_transitions, rollout_forwards, shared_states
 from ..method.windows import Window
-from ..planning.plan import IterationCounts, transitions_per_image
+from ..planning.counts import IterationCounts, transitions_per_image
 from .chunk_sampling import sample_chunks
 from .hook_checks import check_floats, copy_decay
 from .replay import ChunkTerms, ReplayContext, TransitionBatch

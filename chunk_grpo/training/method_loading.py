@@ -18,7 +18,8 @@ from torch import Tensor
 
 import chunk_grpo
 from .. import InputError
-from ..core.settings import METHODS, Settings, import_callable
+from ..core.settings import METHODS, Settings
+from ..core.imports import import_callable
 from ..method.chunks import Chunks
 from ..method.sampler import Sampler
 from .hook_checks import describe_value

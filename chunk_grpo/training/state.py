@@ -34,7 +34,8 @@ from chunk_grpo.models.inputs import (
     space_positions_evenly,
 )
 from ..models.policy import TORCH_DTYPES, Policy
-from ..planning import plan
+from ..models.activations import fit_update_batch
+from ..models.cost import read_model_config
 from ..reward_serving import placement
 from ..rewards.rewards import check_prompts, extra_inputs, scoring_thread
 from .method import Method
@@ -351,10 +352,10 @@ def load_policy_and_optimizer(
     }
     state.limit = settings.update_batch
     if settings.update_memory:
-        model: Any = plan.read_model_config(
+        model: Any = read_model_config(
             policy.folder, settings.family
         )  # it was loaded, so it is known
-        state.limit = plan.fit_update_batch(model, settings).update_batch
+        state.limit = fit_update_batch(model, settings).update_batch
     return state
 
 # %% ../../nbs/07_training/09_state.ipynb #d2149cbd
