@@ -36,6 +36,7 @@ from ..models import trainable
 from ..models.families import FluxPolicy
 from ..models.inputs import import_class, read_run_prompts_with_records
 from ..models.policy import TORCH_DTYPES, Policy, decode_latents
+from ..models.prompt_embeds import encoder_dtype
 from ..planning import plan
 from ..reward_serving import placement
 from ..rewards import rewards
@@ -159,7 +160,10 @@ class RandomFluxPolicy(FluxPolicy):
         with torch.random.fork_rng(), self.device:
             torch.manual_seed(0)
             for name, config, dtype in zip(
-                self.network_classes, self.configs, (weights, self.dtype), strict=True
+                self.network_classes,
+                self.configs,
+                (weights, encoder_dtype(self.dtype)),
+                strict=True,
             ):
                 torch.set_default_dtype(dtype)
                 networks.append(import_class(name)(**config).eval().requires_grad_(False))

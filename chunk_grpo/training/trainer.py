@@ -59,6 +59,9 @@ def save_checkpoint(state: TrainingState) -> Path:  # its folder
             "seconds": state.total,
             "seconds_cpu": state.cpu,
         }
+        if state.scaler is not None:
+            scaler = state.scaler.state_dict()
+            rest |= {"loss_scale": scaler["scale"], "loss_scale_updates": scaler["_growth_tracker"]}
         checkpoints.write_checkpoint(
             run=state.run,
             iteration=state.iteration,
@@ -164,6 +167,9 @@ def resume(
     )
     if state.ema is not None:
         state.ema.optimization_step = rest["ema_step"]
+    if state.scaler is not None:
+        scale = {"scale": rest["loss_scale"], "_growth_tracker": rest["loss_scale_updates"]}
+        state.scaler.load_state_dict(state.scaler.state_dict() | scale)
     state.profile = torch.tensor(rest["profile"], dtype=torch.float64)
 
 # %% ../../nbs/07_training/08_trainer.ipynb #9a38ca0c
@@ -198,8 +204,11 @@ def _check_finite(rollout: Rollout, iteration: int) -> None:
             f"{iteration + 1} are too large"
         )
     if not torch.isfinite(rollout.context.trajectories.log_probs).all():
+        advice = "lower `learning_rate`"
+        if rollout.context.policy.dtype == torch.float16:
+            advice += ", or set `dtype` to bfloat16, in which activations above 65504 are finite"
         raise InputError(
-            f"the log-probabilities of iteration {iteration + 1} are not finite; lower `learning_rate`"
+            f"the log-probabilities of iteration {iteration + 1} are not finite; {advice}"
         )
 
 
