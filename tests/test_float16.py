@@ -21,6 +21,7 @@ from chunk_grpo.method.sampler import Sampler
 from chunk_grpo.models import policy, prompt_embeds, trainable
 from chunk_grpo.planning import plan
 from chunk_grpo.training import trainer
+from chunk_grpo.training.callbacks import Alarms
 from chunk_grpo.training.iteration import step_optimizer
 from chunk_grpo.training.methods import Method, ReplayContext, sample_chunks
 from chunk_grpo.training.rollout import RolloutOptions, sample_trajectories
@@ -197,6 +198,19 @@ def test_skipped_updates_are_counted_and_a_run_without_any_other_is_ended(
     lines = metrics(tmp_path)[1:]
     assert [line["skipped_updates"] for line in lines] == [count, count]
     assert [line["loss_scale"] for line in lines] == [2.0 ** (100 - count * i) for i in (1, 2)]
+
+
+def test_a_falling_loss_scale_does_not_end_a_run_but_one_below_1_does():
+    """Three iterations without an update end other runs; here each of them makes the next more likely to be applied."""
+    settings = load_settings("pocket/tiny", {"dtype": "float16", "iterations": 10})
+    state = SimpleNamespace(settings=settings, iteration=0)
+    watch = Alarms(lambda text: None)
+    watch.on_log(state, {"iteration": 0})
+    line = {"skipped_updates": settings.updates_per_iteration}
+    for iteration, scale in enumerate([8.0, 4.0, 2.0, 1.0], 1):
+        watch.on_log(state, line | {"iteration": iteration, "loss_scale": scale})
+    with pytest.raises(InputError, match=r"in the last 5 iterations, .*set `dtype` to bfloat16"):
+        watch.on_log(state, line | {"iteration": 5, "loss_scale": 0.5})
 
 
 def test_prompts_and_images_do_not_pass_through_float16(folder):
