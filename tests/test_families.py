@@ -381,7 +381,7 @@ def test_float16(family, stored):
         v = model.velocity(x, sigma, exact_rows)
         low = half.velocity(x, sigma, rows)
         assert half.decode(x).dtype == low.dtype == torch.float32
-    assert 0 < (low - v).norm() < 0.02 * v.norm()
+    assert 0 < (low - v).norm() < 0.03 * v.norm()
     assert rows["prompt_embeds"].dtype == torch.float16 and half.vae.dtype == torch.bfloat16
     assert not half.saturated
 
