@@ -63,6 +63,7 @@ def fresh(run: Path, kind: str) -> State:
         settings=run_settings,
         accelerator=one,
         policy=SimpleNamespace(trained=trained, sharded=sharded),
+        scaler=None,
         ema=None,
         iteration=0,
         total=0.0,

@@ -164,12 +164,12 @@ def test_command_ends_with_code_2_and_leaves_no_folder(model, tmp_path):
 @pytest.mark.parametrize(
     "words",
     [
-        {"dtype": "float16"},
+        {"dtype": "fp16"},
         {"dtype": "fp8"},
         {"dtype": 16},
         {"dtype": None},
         {"dtype": []},
-        {"weights": "float16"},
+        {"weights": "float64"},
         {"weights": 3},
         {"weights": ""},
     ],

@@ -64,7 +64,7 @@ def refused(values: dict, overrides=()) -> str:
         ({"shared_noise": 1}, ["`shared_noise`", "true or false", "got 1"]),
         ({"sampler": "ode"}, ["`sampler`", "flow, dance, cps", "'ode'", "density"]),
         ({"sampler": "euler"}, ["`sampler`", "flow, dance, cps", "'euler'"]),
-        ({"dtype": "float16"}, ["`dtype`", "float32, bfloat16", "'float16'"]),
+        ({"dtype": "fp16"}, ["`dtype`", "float32, bfloat16, float16", "'fp16'"]),
         ({"prompts": None}, ["`prompts`", "text", "nothing"]),
         ({"model": ""}, ["`model`", "text"]),
         ({"chunks": "2,3,4"}, ["`chunks`", "16"]),

@@ -149,28 +149,25 @@ def test_images_beside_the_run_are_not_shown(stranger, far):
 
 
 @pytest.mark.parametrize(
-    "name",
+    ("name", "read"),
     [
-        "run.json",
-        "metrics.jsonl",
-        "profile.json",
-        "evaluation",
-        "evaluation/summary.json",
-        "evaluation/scores.jsonl",
-        "train.log",
+        ("run.json", run_folder.read_run_info),
+        ("train.log", run_folder.read_run_info),
+        ("metrics.jsonl", run_folder.read_metrics),
+        ("profile.json", run_folder.read_run_profile),
+        ("evaluation", run_folder.read_evaluation_summary),
+        ("evaluation", run_folder.read_evaluation_records),
+        ("evaluation/summary.json", run_folder.read_evaluation_summary),
+        ("evaluation/scores.jsonl", run_folder.read_evaluation_records),
     ],
 )
-def test_links_out_of_a_run_are_refused(stranger, name):
+def test_links_out_of_a_run_are_refused(stranger, name, read):
     (stranger / "train.log").touch()
     run_folder.update_run_json(stranger, status="running")
     shutil.move(stranger / name, stranger.parent / "moved")
     (stranger / name).symlink_to(stranger.parent / "moved")
     with pytest.raises(InputError, match="the run must hold its own files"):
-        run_folder.read_run_info(stranger)
-        run_folder.read_metrics(stranger)
-        run_folder.read_run_profile(stranger)
-        run_folder.read_evaluation_summary(stranger)
-        run_folder.read_evaluation_records(stranger)
+        read(stranger)
 
 
 def test_a_run_of_this_machine_is_known_until_its_rewards_are_changed(tmp_path, monkeypatch):

@@ -162,8 +162,8 @@ WRONG = {
     "load_policy": {
         "model": (*TEXTS, "no-model-of-this-name"),
         "resolution": (*COUNTS, 0, 63, (64,), (64, 0), (64, 63), (64, 64.0), (64, 64, 64)),
-        "dtype": (None, 32, "float16", "half", "", torch.float32, ["float32"]),
-        "weights": (32, "float16", "", []),
+        "dtype": (None, 32, "fp16", "half", "", torch.float32, ["float32"]),
+        "weights": (32, "fp16", "", []),
         "max_tokens": (*COUNTS, 0, 100_000),
         "guidance": (*NUMBERS, -1.0),
         "true_cfg_scale": (*NUMBERS, 0.5),
@@ -323,8 +323,8 @@ def test_argument_value_and_allowed_values_are_named():
     assert refusal(chunk_grpo.train, "pocket/tiny", processes=1.0) == (
         "`processes` of train must be a whole number from 1; got 1.0"
     )
-    assert refusal(chunk_grpo.load_policy, "pocket", resolution=64, dtype="float16") == (
-        "`dtype` of load_policy must be one of float32, bfloat16; got 'float16'"
+    assert refusal(chunk_grpo.load_policy, "pocket", resolution=64, dtype="fp16") == (
+        "`dtype` of load_policy must be one of float32, bfloat16, float16; got 'fp16'"
     )
     assert "`overrides` of load_settings must be a mapping or a list of texts" in refusal(
         chunk_grpo.load_settings, "pocket/tiny", "seed=1"

@@ -48,7 +48,7 @@ def keep_study(name: str) -> int:
 
 def keep_images(name: str, run: Path) -> int:
     """Write the images that a run kept while it trained, and their scores; 2 if it kept none."""
-    from chunk_grpo.core.settings import reward_weights
+    from chunk_grpo.core.settings import image_size, reward_weights
     from chunk_grpo.rewards.rewards import load_reward
     from chunk_grpo.runs.run_folder import read_run_info, read_run_settings
 
@@ -76,18 +76,18 @@ def keep_images(name: str, run: Path) -> int:
             {"prompt": line["prompt"], "image_index": line["image_index"], "scores": scores}
         )
 
-    side = settings.eval_resolution
-    sheet = Image.new("RGB", (side * len(folders), side * len(lines)))
+    height, width = image_size(settings.eval_resolution)
+    sheet = Image.new("RGB", (width * len(folders), height * len(lines)))
     for down, images in enumerate(tiles):
         for across, image in enumerate(images):
-            sheet.paste(image, (side * across, side * down))
+            sheet.paste(image, (width * across, height * down))
     info = read_run_info(run)
     about = {
         "run": settings.model_dump(mode="json", exclude_defaults=True),
         "git_commit": info["git_commit"],
         "processes": info["processes"],
         "processor": info["machine"]["processor"],
-        "side": side,
+        "side": height if height == width else [height, width],
         "iterations": [int(folder.name) for folder in folders],
         "rows": rows,
     }

@@ -104,6 +104,7 @@ VARIANTS: dict[
     "sharing": ["group", "seeds:2", "tree:2@0,1"],
     "seed": [1],
     "true_cfg_scale": [2.0],
+    "negative_prompt": [({"true_cfg_scale": 2.0}, "a red star")],
     "chunks": ["steps", "whole", "3,3", "equal:2", "profile", "adaptive:2"],
     "window": ["frozen:2", "random:2", "early:1", "progressive:2:1", "exponential:2:1"],
     "merge": [(WINDOW, "window"), ({"window": "random:1"}, "entropy:30"), (WINDOW, "rest:0.5")],

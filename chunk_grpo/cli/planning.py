@@ -153,7 +153,9 @@ def plan(
     if run:
         changes = settings.diff_settings(run_folder.read_run_settings(run), run_settings)
         changed = ", ".join(changes) or "nothing"
-        hardware = ", ".join(run_info["machine"]["gpus"]) or f"{run_info['machine']['cores']} cores"
+        cores = run_info["machine"]["cores"]
+        cores_text = f"{cores} core{'s' if cores != 1 else ''}"
+        hardware = ", ".join(run_info["machine"]["gpus"]) or cores_text
         measured = (
             f"measured by {run} on {hardware}, predicted at {speed / 1e9:,.0f} GFLOP/s a process\n"
             f"its settings differ in {changed}"

@@ -67,7 +67,11 @@ def sample(
     ] = None,
     trust: TrustOption = False,
 ):
-    """Draw prompts with a run's weights, plain and hybrid."""
+    """Draw prompts with a run's weights, plain and hybrid.
+
+    With classifier-free guidance, a prompt in the run's `eval_prompts` has the negative prompt of its record there;
+    every other prompt has the run's `negative_prompt`.
+    """
     if bool(prompt) == bool(prompts):
         raise InputError(
             f"prompts must come as words or in `--prompts`; got {'both' if prompts else 'neither'}"

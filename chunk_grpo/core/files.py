@@ -25,7 +25,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, Annotated, Any, BinaryIO, Literal, Required
+from typing import IO, Annotated, Any, BinaryIO, Literal, NotRequired, Required
 
 import psutil
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
@@ -303,6 +303,7 @@ class MetricsLine(TypedDict, total=False):
     reward_se: float | None
     grad_norm: float | None
     skipped_updates: Count
+    loss_scale: _Amount  # with `dtype` float16
     advantage_std_zero_groups: Count
     images: Count
     transitions_trained: Count
@@ -329,6 +330,9 @@ class CheckpointState(TypedDict):
     seconds: _Amount
     seconds_cpu: _Amount
     ema_step: Count
+    # with `dtype` float16: the factor of the loss, and updates since it changed
+    loss_scale: NotRequired[_Amount]
+    loss_scale_updates: NotRequired[Count]
 
 # %% ../../nbs/02_core/01_files.ipynb #4e42dbd2
 class _ScoreInterval(TypedDict, total=False):

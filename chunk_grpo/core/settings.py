@@ -171,11 +171,12 @@ class _DrawingSettings(BaseModel):
         "Longest prompt that the text encoder reads; the rest is cut off.",
         ge=1,
     )
-    dtype: Literal["float32", "bfloat16"] = setting(
+    dtype: Literal["float32", "bfloat16", "float16"] = setting(
         "bfloat16",
         "",
         _DANCE,
-        "Number format of weights and forward passes; sampler, log-density and ratio are always float32.",
+        "Number format of weights and forward passes; sampler, log-density and ratio are always float32. In float16 the "
+        "ratios are closest to 1 after float32's, the loss is scaled, and text encoders and VAE compute in bfloat16.",
     )
     guidance: float = setting(
         3.5,
@@ -1184,7 +1185,8 @@ def _check_choices(settings: "Settings") -> None:
         settings,
         "sharding_offload",
         not settings.sharding_offload or (settings.sharding == "fsdp" and settings.lora_rank),
-        "be false unless `sharding` is fsdp and an adapter is trained (`lora_rank` above 0)",
+        "be false unless `sharding` is fsdp and an adapter is trained (`lora_rank` above 0): weights that are "
+        "trained have gradients and moments on the device, where the optimizer steps",
         value="true",
     )
     _require(

@@ -38,6 +38,7 @@ from ..models.inputs import import_class, read_run_prompts_with_records
 from ..models.policy import TORCH_DTYPES, Policy, decode_latents
 from ..models.activations import LiveBytesMode
 from ..planning.devices import measure_matmul_rate
+from ..models.prompt_embeds import encoder_dtype
 from ..reward_serving import placement
 from ..rewards import rewards
 from ..training.method import Method
@@ -163,7 +164,10 @@ class RandomFluxPolicy(FluxPolicy):
         with torch.random.fork_rng(), self.device:
             torch.manual_seed(0)
             for name, config, dtype in zip(
-                self.network_classes, self.configs, (weights, self.dtype), strict=True
+                self.network_classes,
+                self.configs,
+                (weights, encoder_dtype(self.dtype)),
+                strict=True,
             ):
                 torch.set_default_dtype(dtype)
                 networks.append(import_class(name)(**config).eval().requires_grad_(False))

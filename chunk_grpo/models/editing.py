@@ -36,7 +36,7 @@ def encode_source_images(
     tokens = []
     for image in images:
         pixels = pipe.image_processor.preprocess(image, *image_size(policy.resolution))
-        pixels = pixels.to(policy.device, policy.dtype)
+        pixels = pixels.to(policy.device, policy.vae.dtype)
         if frames:
             latents = pipe._encode_vae_image(pixels.unsqueeze(2), None).squeeze(2)
         else:

@@ -57,6 +57,7 @@ from chunk_grpo.models.policy import (
     TORCH_DTYPES,
     Policy,
     check_quantization,
+    find_blocks,
     load_policy,
 )
 
@@ -117,20 +118,12 @@ def list_adapted_layers(
     ]
 
 
-def _find_blocks(net: Any) -> dict[str, Any]:  # net: a transformer of diffusers
-    """Return the repeated blocks of a transformer, by name."""
-    class_names = getattr(net, "_repeated_blocks", None) or net._no_split_modules or ()
-    return {
-        name: module for name, module in net.named_modules() if type(module).__name__ in class_names
-    }
-
-
 def freeze_layers_without_gradient(
     net: Any,  # a transformer, changed in place
     unread: tuple[str, ...],  # layers of its last block, by name within the block
 ) -> None:
     """Freeze the layers of the last block whose output nothing uses."""
-    for block in list(_find_blocks(net).values())[-1:]:
+    for block in list(find_blocks(net).values())[-1:]:
         for layer in unread:
             block.get_submodule(layer).requires_grad_(False)
 
@@ -434,7 +427,7 @@ def compile_blocks(policy: Policy) -> None:  # policy: its transformer not wrapp
     config = torch._dynamo.config
     config.recompile_limit = max(config.recompile_limit, 128)
     config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, 1024)
-    blocks = _find_blocks(policy.transformer)
+    blocks = find_blocks(policy.transformer)
     for block in blocks.values():
         block.compile(dynamic=False)
     policy.compiled = bool(blocks)
@@ -494,7 +487,8 @@ def load_trainable_policy(
     if sharding_offload and not (sharding == "fsdp" and lora_rank):
         raise InputError(
             "`sharding_offload` must be false unless `sharding` is fsdp and an adapter is trained "
-            "(`lora_rank` above 0); got true"
+            "(`lora_rank` above 0): weights that are trained have gradients and moments on the device, where "
+            "the optimizer steps; got true"
         )
     if lora_targets and not lora_rank:
         raise InputError(
@@ -577,7 +571,7 @@ def shard_model(
         mesh = init_device_mesh(device.type, (count,))
     # Pinned memory is copied to a GPU while the GPU computes.
     host_memory = CPUOffloadPolicy(pin_memory=device.type == "cuda")
-    for module in [*_find_blocks(net).values(), net]:
+    for module in [*find_blocks(net).values(), net]:
         if not adapter:
             module.requires_grad_(True)
             for p in module.parameters():

@@ -40,6 +40,11 @@ class DeviceSpec:
     bfloat16: float  # TFLOP/s of matrix products in bfloat16
     float32: float  # TFLOP/s of matrix products in float32
 
+    @property
+    def float16(self) -> float:  # TFLOP/s
+        """Return the rate of matrix products in float16, which is bfloat16's on all these devices."""
+        return self.bfloat16
+
     def fits(self, total: int) -> bool:  # total: bytes
         """Return True if so much fits and leaves a tenth of the memory free.
 
@@ -136,7 +141,9 @@ def rate_share(
     Without a measurement on the device, or for a small model, return an assumed share.
     """
     rows = json.loads(_SHARES_FILE.read_text()) if _SHARES_FILE.is_file() else []
-    rows = [row for row in rows if row["device"] == device and row["dtype"] == dtype]
+    # float16 has bfloat16's rate, and shares were measured in bfloat16 alone.
+    measured_dtype = "bfloat16" if dtype == "float16" else dtype
+    rows = [row for row in rows if row["device"] == device and row["dtype"] == measured_dtype]
     if not rows or model_sizes(config)["transformer"] < _MEASURED_MODEL_PARAMETERS:
         return RateShare(ASSUMED_MFU, "assumed")
     # Without a measurement of updates take that of forward passes.

@@ -135,7 +135,8 @@ def _difference_share(
     if not are_numbers or isinstance(a, int) or name == "lr":
         return math.inf
     spread = (line.get("reward_std") or 0.0) if name.startswith(("reward", "eval")) else 0.0
-    allowed = {"float32": 1e-3, "bfloat16": 5e-2}[settings.dtype] * max(abs(a), abs(b), spread)
+    relative = {"float32": 1e-3, "float16": 1e-2, "bfloat16": 5e-2}[settings.dtype]
+    allowed = relative * max(abs(a), abs(b), spread)
     if name.startswith("ratio"):
         allowed = settings.clip_range / 10
     elif name == "clip_fraction":

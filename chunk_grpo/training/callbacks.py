@@ -355,10 +355,13 @@ class Alarms(Callback):
             for one in reversed(self.lines[1:])
         ]
         last = idle.index(False) if False in idle else len(idle)
-        if last >= MOST_IDLE or last == state.settings.iterations:
+        # With `dtype` float16 the loss scale falls with each update that is skipped, so that later ones are finite.
+        is_scale_falling = line.get("loss_scale", 0) >= 1
+        if (last >= MOST_IDLE and not is_scale_falling) or last == state.settings.iterations:
+            other_dtype = ", or set `dtype` to bfloat16" if "loss_scale" in line else ""
             raise InputError(
                 f"no update was applied in the last {last} iterations, because every gradient was infinite or NaN; "
-                "lower `learning_rate` or `kl`, or check the reward"
+                f"lower `learning_rate` or `kl`, or check the reward{other_dtype}"
             )
         for name in [name for name in raised if name in state.settings.stop_on]:
             raise StopTraining(

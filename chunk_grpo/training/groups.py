@@ -173,8 +173,11 @@ def check_rollout_is_finite(rollout: Rollout, iteration: int) -> None:
             f"{iteration + 1} are too large"
         )
     if not torch.isfinite(rollout.context.trajectories.log_probs).all():
+        advice = "lower `learning_rate`"
+        if rollout.context.policy.dtype == torch.float16:
+            advice += ", or set `dtype` to bfloat16, in which activations above 65504 are finite"
         raise InputError(
-            f"the log-probabilities of iteration {iteration + 1} are not finite; lower `learning_rate`"
+            f"the log-probabilities of iteration {iteration + 1} are not finite; {advice}"
         )
 
 # %% ../../nbs/07_training/11_groups.ipynb #91214d09

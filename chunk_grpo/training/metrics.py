@@ -81,6 +81,7 @@ _TRAINER_METRICS = (
     "images",
     "transitions_trained",
     "skipped_updates",
+    "loss_scale",
     "kl",
     "ratio_floor",
     "ratio_floor_rollout",
@@ -192,6 +193,7 @@ def collect_metrics(
         "images": largest.numel(),
         "transitions_trained": int(trained.sum()),
         "skipped_updates": int(np.sum(~np.isfinite(norms))),
+        **({"loss_scale": state.scaler.get_scale()} if state.scaler is not None else {}),
         **dict(
             zip(("ratio_floor", "ratio_floor_rollout"), update.floors, strict=False)
         ),  # in the first iteration

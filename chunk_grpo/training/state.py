@@ -68,6 +68,7 @@ class TrainingState:
     limit: int = 0  # transitions in one forward pass of an update
     policy: Policy = SET_LATER  # from here on: what iterations change
     optimizer: torch.optim.Optimizer = SET_LATER
+    scaler: torch.amp.GradScaler | None = None  # of the loss, with `dtype` float16
     ema: EMAModel | None = None
     # weights that the method keeps, by its names
     reference_weights: dict[str, list[Tensor]] = field(default_factory=dict)
@@ -346,6 +347,8 @@ def load_policy_and_optimizer(
         policy,
         optimizer(policy.trained, lr=settings.learning_rate, weight_decay=settings.weight_decay),
     )
+    if settings.dtype == "float16":
+        state.scaler = torch.amp.GradScaler(state.accelerator.device.type)
     state.ema = EMAModel(policy.trained, decay=settings.ema) if settings.ema else None
     state.reference_weights = {
         name: [p.detach().clone() for p in policy.trained] for name in state.method.reference_decays

@@ -209,16 +209,28 @@ def average_adapter_gradients(state: TrainingState) -> None:
 
 
 def step_optimizer(state: TrainingState) -> float:  # norm of the gradients, before clipping
-    """Clip the gradients and take an optimizer step; take none if their norm is not finite."""
+    """Clip the gradients and take an optimizer step; take none if their norm is not finite.
+
+    All processes have the same gradients, or shards whose norm is that of all, so all of them take the step or none
+    does. With `dtype` float16 the gradients are unscaled first, and a step that is not taken halves the loss scale.
+    """
+    if state.scaler is not None:
+        state.scaler.unscale_(state.optimizer)
     norm = float(
         trainable.full_tensor(
             torch.nn.utils.clip_grad_norm_(state.policy.trained, state.settings.max_grad_norm)
         )
     )
     if math.isfinite(norm):
-        state.optimizer.step()
+        if state.scaler is not None:
+            state.scaler.step(state.optimizer)
+        else:
+            state.optimizer.step()
         if state.ema is not None:
             state.ema.step(state.policy.trained)
+    if state.scaler is not None:
+        # It halves the scale if a gradient was infinite or NaN, and doubles it after 2000 updates without one.
+        state.scaler.update()
     return norm
 
 # %% ../../nbs/07_training/12_update.ipynb #972c827e
@@ -271,6 +283,10 @@ def update_policy(
             return contextlib.nullcontext()
         return accelerator.no_sync(state.policy.module)
 
+    def backward(loss: Tensor) -> None:
+        """Go backward from a loss, scaled with `dtype` float16, whose small gradients would be 0."""
+        accelerator.backward(loss if state.scaler is None else state.scaler.scale(loss))
+
     # Without `sync`, processes would wait for the backward pass of this forward pass with graph.
     floors = []
     with sync(False):
@@ -288,7 +304,7 @@ def update_policy(
             method=method,
             old=old,
             sync=sync,
-            backward=accelerator.backward,
+            backward=backward,
             samples_in_mean=mean,
         )
         stats.append(update_stats)
