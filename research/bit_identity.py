@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from chunk_grpo.method.dynamics import relative_distance
+from chunk_grpo.theory.dynamics import relative_distance
 from chunk_grpo.training.gradient import accumulate_gradients
 from chunk_grpo.training.groups import sample_groups
 from chunk_grpo.training.state import TrainingState

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from chunk_grpo import InputError
-from chunk_grpo.method.chunks import Chunks
-from chunk_grpo.method.sampler import Sampler
-from chunk_grpo.method.schedule import gaussian_velocity
 from chunk_grpo.models.policy import compute_network_sigma
+from chunk_grpo.theory.chunks import Chunks
+from chunk_grpo.theory.sampler import Sampler
+from chunk_grpo.theory.schedule import gaussian_velocity
 from chunk_grpo.training.replay import ReplayContext
 from chunk_grpo.training.rollout import ImageKey, make_generator
 

@@ -16,13 +16,13 @@ from credit import gradient_gram, signal_to_noise
 from chunk_grpo import pocket
 from chunk_grpo.core import machine
 from chunk_grpo.core.files import write_json
-from chunk_grpo.method.objective import group_advantages
-from chunk_grpo.method.sampler import Sampler
-from chunk_grpo.method.schedule import sigmas
 from chunk_grpo.models import trainable
 from chunk_grpo.models.inputs import sample_prompt_indices
 from chunk_grpo.models.policy import decode_latents
 from chunk_grpo.rewards import rewards
+from chunk_grpo.theory.objective import group_advantages
+from chunk_grpo.theory.sampler import Sampler
+from chunk_grpo.theory.schedule import sigmas
 from chunk_grpo.training.replay import ReplayContext
 from chunk_grpo.training.rollout import RolloutOptions, sample_trajectories
 

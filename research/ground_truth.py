@@ -35,15 +35,15 @@ from safetensors.torch import load_file, save_file
 from chunk_grpo import pocket
 from chunk_grpo.core import machine
 from chunk_grpo.core.files import atomic_write, write_json
-from chunk_grpo.method.chunks import Chunks, step_weights
-from chunk_grpo.method.dynamics import chunk_count
-from chunk_grpo.method.objective import group_advantages
-from chunk_grpo.method.sampler import Sampler
-from chunk_grpo.method.schedule import sigmas
 from chunk_grpo.models import trainable
 from chunk_grpo.models.inputs import sample_prompt_indices
 from chunk_grpo.models.policy import decode_latents
 from chunk_grpo.rewards import rewards
+from chunk_grpo.theory.chunks import Chunks, step_weights
+from chunk_grpo.theory.dynamics import chunk_count
+from chunk_grpo.theory.objective import group_advantages
+from chunk_grpo.theory.sampler import Sampler
+from chunk_grpo.theory.schedule import sigmas
 from chunk_grpo.training.replay import ReplayContext
 from chunk_grpo.training.rollout import RolloutOptions, make_generator, sample_trajectories
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from chunk_grpo.core.settings import Settings
 from chunk_grpo.measurements import speed
 from chunk_grpo.measurements.speed import Workload
-from chunk_grpo.method.chunks import Chunks
 from chunk_grpo.models.policy import compute_network_sigma
+from chunk_grpo.theory.chunks import Chunks
 from chunk_grpo.training.gradient import accumulate_gradients
 from chunk_grpo.training.method import Method
 from chunk_grpo.training.replay import ReplayContext

@@ -16,10 +16,10 @@ from chunk_grpo import pocket
 from chunk_grpo.core import machine
 from chunk_grpo.core.files import write_json
 from chunk_grpo.measurements.profiles import DEFAULT_ETAS, measure_distances, variance_shares
-from chunk_grpo.method.sampler import Sampler
-from chunk_grpo.method.schedule import sigmas
 from chunk_grpo.models import trainable
 from chunk_grpo.models.inputs import sample_prompt_indices
+from chunk_grpo.theory.sampler import Sampler
+from chunk_grpo.theory.schedule import sigmas
 
 
 def shares(distance):

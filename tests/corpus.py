@@ -625,7 +625,7 @@ AXES = {  # setting -> texts that say no choice on its axis
     "surrogate": ["x", "clip:1", "asymmetric:1", "dppo:0", "hinge:x", "nowhere.py:f", "os:nothing"],
     "step_weights": ["x", "1,2", "0,16", "16,", "\u0661\u0666", DIGITS],
     "sharing": ["x", "seeds", "seeds:5", "tree:2@", "tree:2@0,0", "tree:2@99,0", "tree:2@0,1,2"],
-    "method": ["x", "a b", ":M", "nowhere.py:M", "os:getcwd", "chunk_grpo.method.chunks:Chunks"],
+    "method": ["x", "a b", ":M", "nowhere.py:M", "os:getcwd", "chunk_grpo.theory.chunks:Chunks"],
     "chunks": ["0,16", "-1,17", "equal:5", "adaptive:0", "whole:2", "steps,1", "profile:3", LONG],
     "train_chunks": ["0", "5", "1,1", "1;2", "1.5"],
 }

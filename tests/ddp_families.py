@@ -10,9 +10,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from chunk_grpo.core.settings import Settings
-from chunk_grpo.method.chunks import chunks_from_setting
-from chunk_grpo.method.sampler import Sampler
 from chunk_grpo.models import policy, trainable
+from chunk_grpo.theory.chunks import chunks_from_setting
+from chunk_grpo.theory.sampler import Sampler
 from chunk_grpo.training.chunk_sampling import sample_chunks
 from chunk_grpo.training.gradient import accumulate_gradients
 from chunk_grpo.training.method import Method

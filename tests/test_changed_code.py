@@ -170,7 +170,7 @@ def test_code_of_a_package_counts_with_what_lies_around_it_and_what_it_imports(
         == code_files("math:floor")
         == {}
     )
-    assert code_files("chunk_grpo.method.chunk_search:paper_rule_chunks") == {}
+    assert code_files("chunk_grpo.theory.chunk_search:paper_rule_chunks") == {}
 
 
 def test_a_run_without_user_code_notes_none(tmp_path):

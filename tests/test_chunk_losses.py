@@ -8,9 +8,9 @@ from test_method_table import ADVANTAGE, context_of
 
 from chunk_grpo import InputError
 from chunk_grpo.core.settings import METHODS, load_settings
-from chunk_grpo.method.chunks import Chunks
 from chunk_grpo.methods.decoupled import Decoupled, renoise
 from chunk_grpo.models import trainable
+from chunk_grpo.theory.chunks import Chunks
 from chunk_grpo.training import trainer
 from chunk_grpo.training.credit_assignment import chunk_gains
 from chunk_grpo.training.gradient import accumulate_gradients, compute_transition_stats
@@ -302,7 +302,7 @@ def test_chunks_of_levels_that_do_not_fit_are_rejected_by_name(name, more, field
 
 def test_a_users_method_whose_chunks_are_fewer_than_train_chunks_names_is_rejected(tmp_path):
     (tmp_path / "mine.py").write_text(
-        "from chunk_grpo.method.chunks import Chunks\nfrom chunk_grpo.training.method import Method\n\n\n"
+        "from chunk_grpo.theory.chunks import Chunks\nfrom chunk_grpo.training.method import Method\n\n\n"
         "class Mine(Method):\n    def chunks(self, profile):\n        return Chunks.whole(len(profile))\n"
     )
     with pytest.raises(

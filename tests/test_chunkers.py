@@ -10,14 +10,14 @@ from ruptures import Dynp
 
 from chunk_grpo import InputError
 from chunk_grpo.measurements.profiles import profile_departure, variance_shares
-from chunk_grpo.method.chunk_search import (
+from chunk_grpo.theory.chunk_search import (
     adaptive_chunks,
     centered_log_profile,
     optimal_chunks,
     paper_rule_chunks,
 )
-from chunk_grpo.method.chunks import chunks_from_setting
-from chunk_grpo.method.dynamics import chunks_from_profile
+from chunk_grpo.theory.chunks import chunks_from_setting
+from chunk_grpo.theory.dynamics import chunks_from_profile
 
 quick = settings(max_examples=60, deadline=None, derandomize=True)
 value_ = st.floats(1e-4, 10.0)

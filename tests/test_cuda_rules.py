@@ -8,12 +8,12 @@ from pretended_device import PretendedCUDA, pretended_cuda
 from small_runs import metrics, write
 
 from chunk_grpo.core import settings
-from chunk_grpo.method.chunks import chunks_from_setting
-from chunk_grpo.method.sampler import Sampler
 from chunk_grpo.models import policy, trainable
 from chunk_grpo.models.policy import decode_latents
 from chunk_grpo.reward_serving import placement
 from chunk_grpo.rewards import rewards
+from chunk_grpo.theory.chunks import chunks_from_setting
+from chunk_grpo.theory.sampler import Sampler
 from chunk_grpo.training import trainer
 from chunk_grpo.training.callbacks import Callback
 from chunk_grpo.training.chunk_sampling import sample_chunks

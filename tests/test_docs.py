@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 CHROMIUM = (
     shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 )
-TWO = ("00_method/02_chunks", "00_method/03_objective")
+TWO = ("00_theory/02_chunks", "00_theory/03_objective")
 
 
 def tool(name: str):
@@ -155,7 +155,7 @@ def test_a_name_in_prose_is_a_link_where_it_is_clear_what_is_meant():
 
 def test_a_setting_is_not_taken_for_a_function():
     table = docs.name_table(
-        [docs.PACKAGE / "method/objective.py", docs.PACKAGE / "core/settings.py"]
+        [docs.PACKAGE / "theory/objective.py", docs.PACKAGE / "core/settings.py"]
     )
     assert "clip_range" not in table and len(table["clipped_objective"]) == 1
     assert not docs.settings_fields() & {name for name in table if "." not in name}
@@ -311,19 +311,19 @@ def two_pages(tmp_path_factory):
 
 
 def test_two_pages_as_a_site(two_pages):
-    page = (two_pages / "00_method/03_objective.html").read_text(encoding="utf-8")
+    page = (two_pages / "00_theory/03_objective.html").read_text(encoding="utf-8")
     text = re.sub("<[^>]+>", "", page)
     assert "#| export" not in text and "#| hide" not in text and "fastcore.test" not in text
     assert "def clipped_objective" in text and r"\ratio" not in text
-    assert 'href="../api/method.html#chunk_grpo.method.objective.clipped_objective"' in page
+    assert 'href="../api/method.html#chunk_grpo.theory.objective.clipped_objective"' in page
     assert 'href="02_chunks.html"' in page and "<img" in page and 'class="math' in page
     reference = (two_pages / "api/method.html").read_text(encoding="utf-8")
-    assert 'href="../00_method/03_objective.html' in reference
+    assert 'href="../00_theory/03_objective.html' in reference
     assert "rewards of P prompts with G images each" in reference
     assert (two_pages / "_static/mathjax/tex-chtml-full.js").is_file()
     listed = (two_pages / "llms.txt").read_text(encoding="utf-8")
     assert (
-        "- [The chunk objective](00_method/03_objective.html): From group rewards to an exact gradient"
+        "- [The chunk objective](00_theory/03_objective.html): From group rewards to an exact gradient"
         in listed
     )
     assert "def clipped_objective(" in (two_pages / "llms-full.txt").read_text(encoding="utf-8")
@@ -353,8 +353,8 @@ def test_every_page_is_there_and_listed(site):
 QUESTIONS = json.loads((ROOT / "tests/questions.json").read_text(encoding="utf-8"))
 LOOKED_AT = [
     "index.html",
-    "00_method/index.html",
-    "00_method/03_objective.html",
+    "00_theory/index.html",
+    "00_theory/03_objective.html",
     "findings/index.html",
     "findings/weighting.html",
     "api/method.html",

@@ -12,11 +12,11 @@ from PIL import Image
 
 from chunk_grpo import InputError
 from chunk_grpo.core.settings import Settings
-from chunk_grpo.method.chunks import chunks_from_setting
-from chunk_grpo.method.sampler import Sampler
 from chunk_grpo.models import policy, trainable
 from chunk_grpo.models.families import latents_to_tokens
 from chunk_grpo.models.inputs import ImagePrompt, open_source_image
+from chunk_grpo.theory.chunks import chunks_from_setting
+from chunk_grpo.theory.sampler import Sampler
 from chunk_grpo.training.chunk_sampling import sample_chunks
 from chunk_grpo.training.gradient import (
     accumulate_gradients,

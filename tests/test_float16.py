@@ -16,12 +16,12 @@ from small_runs import metrics, trained
 from chunk_grpo import InputError
 from chunk_grpo.core.files import read_json
 from chunk_grpo.core.settings import Settings, load_settings
-from chunk_grpo.method.chunks import chunks_from_setting
-from chunk_grpo.method.sampler import Sampler
 from chunk_grpo.models import policy, prompt_embeds, trainable
 from chunk_grpo.models.cost import find_model_config
 from chunk_grpo.planning.devices import find_device, iteration_seconds
 from chunk_grpo.planning.memory import training_memory
+from chunk_grpo.theory.chunks import chunks_from_setting
+from chunk_grpo.theory.sampler import Sampler
 from chunk_grpo.training import trainer
 from chunk_grpo.training.callbacks import Alarms
 from chunk_grpo.training.chunk_sampling import sample_chunks

@@ -14,11 +14,11 @@ from safetensors.torch import load_file
 
 import chunk_grpo
 from chunk_grpo.core.settings import load_settings
-from chunk_grpo.method.chunks import Chunks
 from chunk_grpo.models import inputs
 from chunk_grpo.pocket import pocket_model_path
 from chunk_grpo.rewards.rewards import load_reward
 from chunk_grpo.studies import analysis
+from chunk_grpo.theory.chunks import Chunks
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -13,10 +13,10 @@ import torch
 from transitions import batch_at_levels, batch_of, terms_of
 
 from chunk_grpo.core.settings import load_settings
-from chunk_grpo.method.credit import credit_advantages, nearest_distances
-from chunk_grpo.method.sampler import Sampler
-from chunk_grpo.method.schedule import sigmas
-from chunk_grpo.method.sharing import Sharing, edge_advantages, shared_states
+from chunk_grpo.theory.credit import credit_advantages, nearest_distances
+from chunk_grpo.theory.sampler import Sampler
+from chunk_grpo.theory.schedule import sigmas
+from chunk_grpo.theory.sharing import Sharing, edge_advantages, shared_states
 from chunk_grpo.training.method import Method
 from chunk_grpo.training.method_loading import load_method
 

@@ -253,7 +253,7 @@ WRONG = {
 }
 HEAD = """import torch
 
-from chunk_grpo.method.chunks import Chunks
+from chunk_grpo.theory.chunks import Chunks
 from chunk_grpo.training.method import Method
 
 

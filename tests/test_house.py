@@ -251,8 +251,8 @@ def test_arrows_fall():
 
 def test_an_arrow_that_rises_is_named():
     cells = [nbformat.v4.new_code_cell("def f():\n    from chunk_grpo.cli import main")]
-    assert rising_imports(ROOT / "nbs/00_method/00_schedule.ipynb", cells) == [
-        "nbs/00_method/00_schedule.ipynb, cell 0, line 2: chunk_grpo.cli.main lies further up"
+    assert rising_imports(ROOT / "nbs/00_theory/00_schedule.ipynb", cells) == [
+        "nbs/00_theory/00_schedule.ipynb, cell 0, line 2: chunk_grpo.cli.main lies further up"
     ]
     assert not rising_imports(ROOT / "nbs/14_cli/11_gpu_host.ipynb", cells)
 

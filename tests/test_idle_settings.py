@@ -8,9 +8,9 @@ import torch
 
 from chunk_grpo import InputError
 from chunk_grpo.core.settings import dump_settings, load_settings
-from chunk_grpo.method.credit import outrun_images
-from chunk_grpo.method.sharing import shared_states
 from chunk_grpo.models import trainable
+from chunk_grpo.theory.credit import outrun_images
+from chunk_grpo.theory.sharing import shared_states
 from chunk_grpo.training.gradient import accumulate_gradients
 from chunk_grpo.training.method_loading import load_method
 from chunk_grpo.training.replay import ReplayContext

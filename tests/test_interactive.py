@@ -20,9 +20,9 @@ pytestmark = [
     ),
 ]
 PAGES = {
-    "clip": "00_method/03_objective",
-    "chunks": "00_method/05_dynamics",
-    "particles": "00_method/01_sampler",
+    "clip": "00_theory/03_objective",
+    "chunks": "00_theory/05_dynamics",
+    "particles": "00_theory/01_sampler",
     "seeds": "findings/confirmation",
     "methods": "08_methods/00_table",
 }

@@ -29,15 +29,15 @@ def site(tmp_path_factory):
     """Write a page where much is wrong, and one where nothing is."""
     pytest.importorskip("playwright.sync_api", reason="playwright is not installed (extra dev)")
     folder = tmp_path_factory.mktemp("site")
-    (folder / "00_method").mkdir()
+    (folder / "00_theory").mkdir()
     wide = "x" * 2000
-    (folder / "00_method/bad.html").write_text(
+    (folder / "00_theory/bad.html").write_text(
         f"""{HEAD}<main class="bd-article" id="text"><pre>{wide}</pre><pre>short</pre>
         <div class="clip"><table style="width: 400px"><tr><td>cut</td></tr></table></div>
         <p class="pale">pale words</p></main></html>""",
         encoding="utf-8",
     )
-    (folder / "00_method/late.html").write_text(
+    (folder / "00_theory/late.html").write_text(
         f"""{HEAD}<main class="bd-article" id="text"><div style="height: 2000px"></div>
         <img alt="a" width="100" height="100" src="data:image/gif;base64,R0lGODlhAQABAAAAACw="></main></html>""",
         encoding="utf-8",
@@ -51,14 +51,14 @@ def site(tmp_path_factory):
 def test_what_is_cut_late_pale_or_out_of_reach_is_counted(site):
     found = measure_site.measure(site, (1280,))[1280]
     numbers = {what: (words, behind) for what, words, behind in measure_site.summary(found)}
-    assert numbers["code"] == ("2: 0 cut, 1 scroll (50%)", ["00_method/bad.html"])
+    assert numbers["code"] == ("2: 0 cut, 1 scroll (50%)", ["00_theory/bad.html"])
     assert numbers["tables"][0] == "1: 1 cut, 0 scroll (0%)"
-    assert numbers["pages without a picture"][1] == ["00_method/bad.html"]
+    assert numbers["pages without a picture"][1] == ["00_theory/bad.html"]
     (late,) = numbers["first picture below the first screen"][1]
-    assert late.startswith("00_method/late.html 2.")
+    assert late.startswith("00_theory/late.html 2.")
     assert numbers["pages with pale text, light"][0] == "1"
     assert numbers["stops without a name"][0] == "3"
-    assert numbers["boxes that scroll and take no focus"] == ("1", ["00_method/bad.html"])
+    assert numbers["boxes that scroll and take no focus"] == ("1", ["00_theory/bad.html"])
 
 
 def test_pages_are_chosen_by_how_their_names_begin(site):

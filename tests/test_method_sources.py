@@ -6,9 +6,9 @@ from commands import call
 
 from chunk_grpo import InputError
 from chunk_grpo.core.settings import METHODS, load_settings
-from chunk_grpo.method.sampler import Sampler
-from chunk_grpo.method.schedule import sigmas
-from chunk_grpo.method.windows import Window
+from chunk_grpo.theory.sampler import Sampler
+from chunk_grpo.theory.schedule import sigmas
+from chunk_grpo.theory.windows import Window
 from chunk_grpo.training import trainer
 from chunk_grpo.training.method_loading import load_method
 from chunk_grpo.training.state import load_policy_and_optimizer, prepare_state

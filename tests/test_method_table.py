@@ -21,12 +21,12 @@ from chunk_grpo.core.settings import (
     read_settings_file,
 )
 from chunk_grpo.core.validation import read_yaml_file
-from chunk_grpo.method.chunks import Chunks
-from chunk_grpo.method.credit import CREDIT_FORMS, credit_advantages, nearest_distances
-from chunk_grpo.method.sampler import Sampler
-from chunk_grpo.method.surrogates import SURROGATES, Surrogate
 from chunk_grpo.methods.table import method_row
 from chunk_grpo.models import trainable
+from chunk_grpo.theory.chunks import Chunks
+from chunk_grpo.theory.credit import CREDIT_FORMS, credit_advantages, nearest_distances
+from chunk_grpo.theory.sampler import Sampler
+from chunk_grpo.theory.surrogates import SURROGATES, Surrogate
 from chunk_grpo.training import trainer
 from chunk_grpo.training.credit_assignment import chunk_gains
 from chunk_grpo.training.gradient import accumulate_gradients, compute_transition_stats

@@ -12,8 +12,8 @@ from transitions import batch_of
 from chunk_grpo import InputError
 from chunk_grpo.core import settings
 from chunk_grpo.core.imports import import_callable
-from chunk_grpo.method.sampler import Sampler
 from chunk_grpo.models import trainable
+from chunk_grpo.theory.sampler import Sampler
 from chunk_grpo.training.chunk_sampling import sample_chunks
 from chunk_grpo.training.gradient import accumulate_gradients, compute_transition_stats
 from chunk_grpo.training.method import Method

@@ -6,7 +6,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from chunk_grpo import InputError
-from chunk_grpo.method.chunks import (
+from chunk_grpo.theory.chunks import (
     Chunks,
     chunks_from_setting,
     fits_in_batch,
@@ -14,7 +14,7 @@ from chunk_grpo.method.chunks import (
     split_into_batches,
     step_weights,
 )
-from chunk_grpo.method.objective import (
+from chunk_grpo.theory.objective import (
     chunk_ratio,
     clipped_objective,
     group_advantages,

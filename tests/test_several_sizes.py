@@ -22,9 +22,6 @@ from chunk_grpo.core.settings import (
 from chunk_grpo.evaluation import run_images
 from chunk_grpo.measurements.profiles import measure_distances
 from chunk_grpo.measurements.speed import load_workload_settings
-from chunk_grpo.method.chunks import Chunks
-from chunk_grpo.method.sampler import Sampler
-from chunk_grpo.method.schedule import sigmas
 from chunk_grpo.models.activations import fit_update_batch
 from chunk_grpo.models.cost import find_model_config
 from chunk_grpo.models.trainable import load_trainable_policy
@@ -32,6 +29,9 @@ from chunk_grpo.planning.counts import iteration_flops
 from chunk_grpo.planning.disk import run_disk_bytes
 from chunk_grpo.planning.memory import training_memory
 from chunk_grpo.planning.plan import describe_counts, describe_estimates, estimate_numbers
+from chunk_grpo.theory.chunks import Chunks
+from chunk_grpo.theory.sampler import Sampler
+from chunk_grpo.theory.schedule import sigmas
 from chunk_grpo.training.gradient import accumulate_gradients, compute_transition_stats
 from chunk_grpo.training.groups import measure_profile, sample_groups, score_base
 from chunk_grpo.training.method_loading import load_method

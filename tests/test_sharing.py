@@ -5,9 +5,9 @@ import torch
 
 from chunk_grpo import InputError
 from chunk_grpo.core.settings import load_settings
-from chunk_grpo.method.sharing import Sharing, edge_advantages, rollout_forwards, shared_states
 from chunk_grpo.models import trainable
 from chunk_grpo.models.policy import decode_latents
+from chunk_grpo.theory.sharing import Sharing, edge_advantages, rollout_forwards, shared_states
 from chunk_grpo.training.credit_assignment import chunk_gains
 from chunk_grpo.training.groups import sample_groups
 from chunk_grpo.training.method_loading import load_method

@@ -15,10 +15,10 @@ from nbdev.test import test_nb as run_page
 from chunk_grpo import InputError
 from chunk_grpo.core import settings
 from chunk_grpo.measurements import speed
-from chunk_grpo.method.chunks import Chunks
-from chunk_grpo.method.sampler import Sampler
-from chunk_grpo.method.schedule import sigmas
 from chunk_grpo.models import trainable
+from chunk_grpo.theory.chunks import Chunks
+from chunk_grpo.theory.sampler import Sampler
+from chunk_grpo.theory.schedule import sigmas
 from chunk_grpo.training.gradient import accumulate_gradients
 from chunk_grpo.training.method import Method
 from chunk_grpo.training.replay import ReplayContext

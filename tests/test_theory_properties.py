@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chunk_grpo import InputError
-from chunk_grpo.method.chunks import Chunks
-from chunk_grpo.method.dynamics import (
+from chunk_grpo.theory.chunks import Chunks
+from chunk_grpo.theory.dynamics import (
     DISTANCE_KINDS,
     chunk_count,
     chunk_weights,
@@ -18,12 +18,12 @@ from chunk_grpo.method.dynamics import (
     relative_distance,
     sample_without_replacement,
 )
-from chunk_grpo.method.sampler import (
+from chunk_grpo.theory.sampler import (
     MAX_ETA,
     SAMPLER_KINDS,
     Sampler,
 )
-from chunk_grpo.method.schedule import (
+from chunk_grpo.theory.schedule import (
     add_noise,
     gaussian_velocity,
     predict_endpoints,

@@ -343,8 +343,8 @@ def test_the_miniature_is_the_pipeline(world):
     """Embedded guidance and dynamic shift: our ODE is the pipeline's own call, from the same seed."""
     from diffusers import FluxPipeline
 
-    from chunk_grpo.method.schedule import sigmas
     from chunk_grpo.models import policy
+    from chunk_grpo.theory.schedule import sigmas
     from chunk_grpo.training.rollout import sample_ode
 
     model = policy.load_policy(str(world / "model"), resolution=64, max_tokens=8, guidance=2.5)

@@ -11,8 +11,8 @@ from chunk_grpo.training.method_loading import load_method
 HEAD = """import abc
 import torch
 from chunk_grpo import InputError
-from chunk_grpo.method.chunks import Chunks
-from chunk_grpo.method.sampler import Sampler
+from chunk_grpo.theory.chunks import Chunks
+from chunk_grpo.theory.sampler import Sampler
 from chunk_grpo.training.method import Method
 
 """

@@ -24,10 +24,10 @@ from hypothesis import strategies as st
 from chunk_grpo import InputError, pocket
 from chunk_grpo.core import settings
 from chunk_grpo.measurements import profiles
-from chunk_grpo.method import chunks
 from chunk_grpo.models import trainable
 from chunk_grpo.reporting import figures, widgets
 from chunk_grpo.runs import run_folder
+from chunk_grpo.theory import chunks
 
 ROOT = Path(__file__).resolve().parents[1]
 CHROMIUM = (

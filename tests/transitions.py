@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from chunk_grpo.method.sampler import Sampler
+from chunk_grpo.theory.sampler import Sampler
 from chunk_grpo.training.replay import ChunkTerms, TransitionBatch
 
 

@@ -43,7 +43,7 @@ FAST = RUFF | {
 }
 THEORY = "chunkers golden_methods objective_properties sharing theory_properties timesteps".split()
 QUICK = RUFF | {
-    "pages of the theory": [*PYTEST, "tests/test_notebooks.py", "-k", "00_method", *SIDE_BY_SIDE],
+    "pages of the theory": [*PYTEST, "tests/test_notebooks.py", "-k", "00_theory", *SIDE_BY_SIDE],
     "tests of the theory and of settings": [
         *PYTEST,
         *(f"tests/test_{name}.py" for name in [*THEORY, "settings"]),

@@ -39,7 +39,7 @@ STATIC_FILES = (
     "chunks.svg",
 )
 CHAPTERS = {  # the titles that a reader sees, in the order of the house
-    "method": "The method",
+    "theory": "The theory of the method",
     "pocket": "The pocket model",
     "core": "Files, statistics, settings",
     "models": "Models as policies",
@@ -55,7 +55,7 @@ CHAPTERS = {  # the titles that a reader sees, in the order of the house
     "studies": "Studies and claims",
     "cli": "The command line",
 }
-PICTURED = ("00_method", "07_training", "08_methods", "findings")  # a picture in the first screen
+PICTURED = ("00_theory", "07_training", "08_methods", "findings")  # a picture in the first screen
 SHORT_CODE = 12  # lines of exported code that are shown open
 SMALLEST_PHOTOGRAPH = 40  # pixels of a side; smaller ones are letters and keys of a legend
 HUE_ROTATION = np.array(  # of RGB by 180 degrees, as browsers do it
@@ -742,7 +742,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, default=ROOT / "_docs")
     parser.add_argument("--work", type=Path, default=ROOT / "_proc")
-    parser.add_argument("pages", nargs="*", help="such as 00_method/02_chunks; all without")
+    parser.add_argument("pages", nargs="*", help="such as 00_theory/02_chunks; all without")
     given = parser.parse_args()
     return build(given.out, given.work, given.pages or None)
 

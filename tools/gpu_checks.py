@@ -34,8 +34,6 @@ from chunk_grpo.core.files import read_json, write_json
 from chunk_grpo.core.machine import terminate_process_group
 from chunk_grpo.core.settings import Settings
 from chunk_grpo.measurements import speed
-from chunk_grpo.method.sampler import Sampler
-from chunk_grpo.method.schedule import sigmas
 from chunk_grpo.models import trainable
 from chunk_grpo.models.activations import (
     LiveBytesMode,
@@ -50,6 +48,8 @@ from chunk_grpo.planning.counts import forward_backward_cost
 from chunk_grpo.planning.devices import find_device, recognise_gpu
 from chunk_grpo.planning.memory import peak_memory, training_memory
 from chunk_grpo.runs import run_folder
+from chunk_grpo.theory.sampler import Sampler
+from chunk_grpo.theory.schedule import sigmas
 from chunk_grpo.training import metrics, trainer
 from chunk_grpo.training.chunk_sampling import sample_chunks
 from chunk_grpo.training.gradient import chunk_means, compute_transition_stats

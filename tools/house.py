@@ -12,7 +12,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PICTURE = ROOT / "nbs/images/house.svg"
 CHAPTERS = {  # name: what it holds, column (of 12, its left edge), floor from below, colour
-    "method": ("schedule, sampler, chunks, objective", 1, 0, "#cfe3f5"),
+    "theory": ("schedule, sampler, chunks, objective", 1, 0, "#cfe3f5"),
     "pocket": ("a world of shapes, its small FLUX", 7, 0, "#e4e4e4"),
     "core": ("files, statistics, settings", 0, 1, "#f5e6b8"),
     "models": ("a pipeline as a policy, five families", 4, 1, "#d5ead0"),
@@ -33,8 +33,8 @@ FLOW = [
     ("prompts", "models"),
     ("trajectories", "training"),
     ("rewards", "rewards"),
-    ("advantages", "method"),
-    ("chunks", "method"),
+    ("advantages", "theory"),
+    ("chunks", "theory"),
     ("gradient", "training"),
     ("weights", "models"),
     ("report", "reporting"),

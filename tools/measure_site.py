@@ -2,7 +2,7 @@
 
     python tools/measure_site.py _docs                        all pages at 390, 1280 and 1920 px
     python tools/measure_site.py _docs --width 1280 --list    one width, and the pages behind each number
-    python tools/measure_site.py _docs 00_method findings     the pages whose names begin so
+    python tools/measure_site.py _docs 00_theory findings     the pages whose names begin so
 
 At each width it counts equations, tables and code that are cut or scroll, and, in the chapters of the method and its
 results, the pages without a picture and those whose first picture lies below the first screen. At 1280 px it also counts
@@ -18,7 +18,7 @@ from pathlib import Path
 WIDTHS = (390, 1280, 1920)
 HEIGHT = 900  # of a screen, px
 WIDTH_OF_THEMES = 1280  # where contrast and keyboard are looked at
-PICTURED = ("00_method/", "07_training/", "08_methods/", "findings/")
+PICTURED = ("00_theory/", "07_training/", "08_methods/", "findings/")
 
 FITS = r"""
 () => {

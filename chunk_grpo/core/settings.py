@@ -41,7 +41,7 @@ from chunk_grpo.core.validation import (
 )
 
 if TYPE_CHECKING:
-    from chunk_grpo.method.chunks import ChunkRule
+    from chunk_grpo.theory.chunks import ChunkRule
 
 # %% ../../nbs/02_core/04_settings.ipynb #0f1035cd
 _LARGEST_SIDE = 16_384  # pixels
@@ -250,7 +250,7 @@ class _DrawingSettings(BaseModel):
         "",
         "own: the paper; others: TempFlow-GRPO, BranchGRPO",
         'What the images of a group share: "own": nothing; "group": the initial noise; "seeds:NOISES": that many initial '
-        'noises; "tree:CHILDREN@TRANSITIONS": the path up to each split (notebook method/sharing).',
+        'noises; "tree:CHILDREN@TRANSITIONS": the path up to each split (notebook theory/sharing).',
     )
     seed: int = setting(
         0,
@@ -310,7 +310,7 @@ class _ChunkSettings(BaseModel):
         "none: the paper; entropy: E-GRPO; rest: MixGRPO-Flash",
         'Transitions that are merged into fewer, larger ones: "none"; "window": the whole window into one; '
         '"entropy:POWER": a window of one with those that follow, up to that much noise; "rest:SHARE": those after '
-        "the window into that share of their number (notebooks method/sharing, method/windows).",
+        "the window into that share of their number (notebooks theory/sharing, theory/windows).",
     )
     chunk_fraction: float = setting(
         0.5,
@@ -447,7 +447,7 @@ class _OptimizerSettings(BaseModel):
         '"epg", "pepg", "par", or a function as file.py:function.',
     )
     credit: Literal["group", "batch", "none", "sum", "gdpo", "wins", "scale"] = setting(
-        "group", "", "paper, equation 4", "How rewards become advantages (notebook method/credit)."
+        "group", "", "paper, equation 4", "How rewards become advantages (notebook theory/credit)."
     )
     credit_of: Literal["image", "gain", "all-gains", "depth", "leaves"] = setting(
         "image",
@@ -1277,7 +1277,7 @@ def _check_choices(settings: "Settings") -> None:
 # %% ../../nbs/02_core/04_settings.ipynb #097b4249
 def _check_merge(settings: "Settings") -> None:
     """Raise InputError if `merge` is malformed or does not fit the window, the chunks or the sharing."""
-    from chunk_grpo.method.windows import Window
+    from chunk_grpo.theory.windows import Window
 
     power = re.fullmatch(r"entropy:(\d+\.?\d*|\.\d+)", settings.merge)
     share = re.fullmatch(r"rest:(0?\.\d+)", settings.merge)
@@ -1321,7 +1321,7 @@ def _check_merge(settings: "Settings") -> None:
 
 def _check_method(settings: "Settings") -> None:
     """Raise InputError if the method, sharing, chunks, surrogate, sampler or noise level do not fit together."""
-    from chunk_grpo.method import chunks, sampler, sharing, surrogates
+    from chunk_grpo.theory import chunks, sampler, sharing, surrogates
 
     is_code = re.fullmatch(r".+:[A-Za-z_]\w*", settings.method)
     _require(
@@ -1455,7 +1455,7 @@ class Settings(_RewardSettings, _OptimizerSettings, _ChunkSettings, _DrawingSett
 
         Raises InputError if `window` is malformed.
         """
-        from chunk_grpo.method.windows import Window
+        from chunk_grpo.theory.windows import Window
 
         window = Window.parse(self.window)
         if self.merge.startswith(("window", "entropy")):
@@ -1465,7 +1465,7 @@ class Settings(_RewardSettings, _OptimizerSettings, _ChunkSettings, _DrawingSett
     @property
     def chunk_rule(self) -> "ChunkRule":
         """Return the rule that `chunks` describes."""
-        from chunk_grpo.method.chunks import ChunkRule
+        from chunk_grpo.theory.chunks import ChunkRule
 
         return ChunkRule.parse(self.chunks, self.transitions, self.method == "chunk")
 
@@ -1475,7 +1475,7 @@ class Settings(_RewardSettings, _OptimizerSettings, _ChunkSettings, _DrawingSett
 
         Raises InputError if `chunks` or `train_chunks` is malformed.
         """
-        from chunk_grpo.method import chunks, dynamics
+        from chunk_grpo.theory import chunks, dynamics
 
         rule = self.chunk_rule
         if self.train_chunks == "all":

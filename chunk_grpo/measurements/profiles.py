@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import InputError
-from ..method.dynamics import DISTANCE_KINDS, relative_distance
-from ..method.sampler import Sampler
-from ..method.schedule import predict_endpoints, sigmas
+from ..theory.dynamics import DISTANCE_KINDS, relative_distance
+from ..theory.sampler import Sampler
+from ..theory.schedule import predict_endpoints, sigmas
 from ..models.policy import decode_latents, Policy
 from ..models.trainable import base_weights
 from ..training.rollout import ImageKey, RolloutOptions, sample_trajectories

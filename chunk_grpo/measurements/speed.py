@@ -29,9 +29,9 @@ from .. import InputError
 from ..core import machine
 from ..core import settings as setting
 from ..core.settings import Settings, format_resolution
-from ..method.chunks import Chunks
-from ..method.sampler import Sampler
-from ..method.schedule import sigmas
+from ..theory.chunks import Chunks
+from ..theory.sampler import Sampler
+from ..theory.schedule import sigmas
 from ..models import trainable
 from ..models.families import FluxPolicy
 from ..models.inputs import import_class, read_run_prompts_with_records

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .. import InputError
-from ..method.sampler import Sampler
+from ..theory.sampler import Sampler
 from .decoupled import Elbo, renoise
 from ..training.method import Method
 from ..training.replay import ReplayContext, TransitionBatch

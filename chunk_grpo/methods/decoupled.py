@@ -16,11 +16,11 @@ from torch.nn.utils.rnn import pad_sequence
 
 from .. import InputError
 from ..core.settings import Settings
-from ..method import chunk_search
-from ..method.chunks import Chunks, flatten_chunks, parse_chunk_numbers
-from ..method.dynamics import chunk_count
-from ..method.sampler import Sampler
-from ..method.schedule import add_noise, velocity_target
+from ..theory import chunk_search
+from ..theory.chunks import Chunks, flatten_chunks, parse_chunk_numbers
+from ..theory.dynamics import chunk_count
+from ..theory.sampler import Sampler
+from ..theory.schedule import add_noise, velocity_target
 from ..planning.counts import transitions_per_image
 from ..training.replay import ChunkTerms, ReplayContext, TransitionBatch
 from ..training.method import Method

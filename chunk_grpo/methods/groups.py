@@ -13,8 +13,8 @@ from torch import Tensor
 
 from .. import InputError
 from ..core.settings import Settings
-from ..method.credit import combine_rewards
-from ..method.sampler import Sampler
+from ..theory.credit import combine_rewards
+from ..theory.sampler import Sampler
 from .decoupled import centred
 from ..training.replay import ChunkTerms, ReplayContext, TransitionBatch
 from ..training.method import Method

@@ -30,7 +30,7 @@ from .. import InputError
 from ..arguments import checked, number, some, whole_number
 from ..core.machine import check_environment, use_full_float32
 from ..core.settings import image_size
-from ..method.schedule import dynamic_shift, sigmas
+from ..theory.schedule import dynamic_shift, sigmas
 from chunk_grpo.models.inputs import (
     FAMILIES,
     ImagePrompt,

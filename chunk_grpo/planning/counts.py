@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from .. import InputError
 from ..core.settings import Settings, guidance_scales, training_sizes
-from ..method.dynamics import DEFAULT_CHUNKS, chunk_count
+from ..theory.dynamics import DEFAULT_CHUNKS, chunk_count
 from ..models.cost import forward_flops, mean_forward_flops
 from ..models.inputs import is_prompt_list, read_run_prompts, split_prompt_column
 from ..models.policy import ModelConfig

@@ -28,8 +28,8 @@ from torch import Tensor
 
 from .. import InputError
 from ..core.files import atomic_write, check_writable
-from ..method.chunks import Chunks, chunks_from_setting, step_weights
-from ..method.dynamics import chunk_weights, chunks_from_profile
+from ..theory.chunks import Chunks, chunks_from_setting, step_weights
+from ..theory.dynamics import chunk_weights, chunks_from_profile
 from . import figures, tables
 from ..runs import run_folder
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from ..method import dynamics
-from ..method.chunks import Chunks
+from ..theory import dynamics
+from ..theory.chunks import Chunks
 from .rollout import Trajectories, make_generator
 
 # %% ../../nbs/07_training/02_chunk_sampling.ipynb #7a80ad55

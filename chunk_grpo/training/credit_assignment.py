@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..method import credit, sharing
+from ..theory import credit, sharing
 from ..models.policy import decode_latents
 from ..rewards.rewards import extra_inputs, score_images
 from .method import Method, is_one_state

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .. import InputError
 from ..core import settings as setting
-from ..method import credit
+from ..theory import credit
 from ..models import trainable
 from ..models.policy import decode_latents
 from ..rewards.images import image_statistics

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from .. import InputError
-from ..method.chunks import Chunks
-from ..method.sampler import Sampler
+from ..theory.chunks import Chunks
+from ..theory.sampler import Sampler
 from .rollout import Trajectories
 
 # %% ../../nbs/07_training/04_hook_checks.ipynb #46b54016

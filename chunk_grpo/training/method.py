@@ -22,13 +22,13 @@ from .. import InputError
 from ..core.settings import Settings, named_code
 from ..core.imports import import_callable
 from ..core.validation import format_value
-from ..method import chunk_search, dynamics, surrogates
-from ..method.chunks import Chunks, chunks_from_setting, parse_chunk_numbers, step_weights
-from ..method.credit import credit_advantages
-from ..method.sampler import Sampler
-from ..method.schedule import sigmas
-from ..method.sharing import Sharing, merge_transitions, rollout_forwards, shared_states
-from ..method.windows import Window
+from ..theory import chunk_search, dynamics, surrogates
+from ..theory.chunks import Chunks, chunks_from_setting, parse_chunk_numbers, step_weights
+from ..theory.credit import credit_advantages
+from ..theory.sampler import Sampler
+from ..theory.schedule import sigmas
+from ..theory.sharing import Sharing, merge_transitions, rollout_forwards, shared_states
+from ..theory.windows import Window
 from ..planning.counts import IterationCounts, transitions_per_image
 from .chunk_sampling import sample_chunks
 from .hook_checks import check_floats, copy_decay

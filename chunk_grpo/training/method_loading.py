@@ -20,8 +20,8 @@ import chunk_grpo
 from .. import InputError
 from ..core.settings import METHODS, Settings
 from ..core.imports import import_callable
-from ..method.chunks import Chunks
-from ..method.sampler import Sampler
+from ..theory.chunks import Chunks
+from ..theory.sampler import Sampler
 from .hook_checks import describe_value
 from .method import Method
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..core.machine import defer_sigterm
-from ..method.sampler import Sampler
+from ..theory.sampler import Sampler
 from ..models.policy import Policy, compute_network_sigma
 from ..models.trainable import base_weights, swap_weights
 from .rollout import Trajectories

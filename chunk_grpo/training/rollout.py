@@ -22,10 +22,10 @@ from torch import Tensor
 
 from .. import InputError
 from ..arguments import checked, whole_number
-from ..method.dynamics import relative_distance
-from ..method.sampler import Sampler, multistep_weights
-from ..method.schedule import predict_endpoints
-from ..method.sharing import shared_states
+from ..theory.dynamics import relative_distance
+from ..theory.sampler import Sampler, multistep_weights
+from ..theory.schedule import predict_endpoints
+from ..theory.sharing import shared_states
 from ..models.policy import Policy, decode_latents, compute_network_sigma
 from ..models.trainable import base_weights
 

@@ -24,7 +24,7 @@ from ..core import settings as setting
 from ..core.files import RunInfo, read_json
 from ..core.machine import check_environment, choose_device, without_foreign_settings
 from ..core.user_code import check_same_code, find_code
-from ..method.sampler import Sampler
+from ..theory.sampler import Sampler
 from ..models import adapters, prompt_embeds, trainable
 from chunk_grpo.models.inputs import (
     read_prompt_sizes,

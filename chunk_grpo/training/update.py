@@ -18,7 +18,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from .. import InputError
 from ..core import settings as setting
-from ..method.chunks import Chunks
+from ..theory.chunks import Chunks
 from ..models import trainable
 from ..models.policy import Policy
 from chunk_grpo.training.gradient import (
@@ -283,7 +283,7 @@ def update_policy(
             return contextlib.nullcontext()
         return accelerator.no_sync(state.policy.module)
 
-    def backward(loss: Tensor) -> None:
+    def backward(loss: torch.Tensor) -> None:
         """Go backward from a loss, scaled with `dtype` float16, whose small gradients would be 0."""
         accelerator.backward(loss if state.scaler is None else state.scaler.scale(loss))
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..method.chunks import Chunks, fits_in_batch, flatten_chunks, split_into_batches
+from ..theory.chunks import Chunks, fits_in_batch, flatten_chunks, split_into_batches
 from .rollout import ImageKey, make_generator
 
 # %% ../../nbs/07_training/07_update_batch.ipynb #3c7a8a01

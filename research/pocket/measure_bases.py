@@ -17,11 +17,11 @@ import torch
 from chunk_grpo import pocket
 from chunk_grpo.core import machine
 from chunk_grpo.core.files import read_json, write_json
-from chunk_grpo.method.sampler import Sampler
-from chunk_grpo.method.schedule import sigmas
 from chunk_grpo.models import trainable
 from chunk_grpo.models.inputs import MODEL_FOLDERS, hash_model_files, locate_model
 from chunk_grpo.rewards import rewards
+from chunk_grpo.theory.sampler import Sampler
+from chunk_grpo.theory.schedule import sigmas
 from chunk_grpo.training.rollout import sample_images
 
 OUT = Path(__file__).parents[2] / "runs" / "results" / "benchmarks" / "pocket_worlds.json"

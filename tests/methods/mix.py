@@ -1,7 +1,7 @@
 """MixGRPO (2507.21802): noise in a window of transitions that slides over the training, the ODE outside of it."""
 
-from chunk_grpo.method.chunks import Chunks
-from chunk_grpo.method.sampler import Sampler
+from chunk_grpo.theory.chunks import Chunks
+from chunk_grpo.theory.sampler import Sampler
 from chunk_grpo.training.method import Method
 
 WIDTH, EVERY = 4, 25  # transitions of the window, iterations until it moves by one

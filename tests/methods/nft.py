@@ -2,9 +2,9 @@
 
 import torch
 
-from chunk_grpo.method.chunks import Chunks
-from chunk_grpo.method.sampler import Sampler
-from chunk_grpo.method.schedule import add_noise
+from chunk_grpo.theory.chunks import Chunks
+from chunk_grpo.theory.sampler import Sampler
+from chunk_grpo.theory.schedule import add_noise
 from chunk_grpo.training.method import Method
 from chunk_grpo.training.rollout import make_generator
 
