@@ -190,9 +190,10 @@ def profile(
     if not (source or run):
         raise InputError("`profile` needs settings or a run in `--run`; got neither")
     numbers_file = "" if json is None else str(output_file("json", json))
+    # each once
     step_counts = list(
         dict.fromkeys(parse_numbers(option="--steps", text=steps, low=2, high=10_000))
-    )  # each once
+    )
     changes = list(overrides or ())
     if run and source:  # with --run the first argument is a change too
         changes.insert(0, source)

@@ -201,11 +201,12 @@ def atomic_write(
                 os.unlink(temporary)
 
 # %% ../../nbs/02_core/01_files.ipynb #43263939
+# Folders of a run, which a command replaces
 _MADE_ANEW = (
     "evaluation",
     "evaluation.begun",
     "samples",
-)  # folders of a run, which a command replaces
+)
 
 
 def check_outside_runs(

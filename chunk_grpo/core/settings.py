@@ -1335,9 +1335,8 @@ def _check_method(settings: "Settings") -> None:
 
     # Which state the images of a group share, and what an advantage is given to.
     shared = sharing.Sharing.parse(settings.sharing)
-    shared.noise_owners(
-        settings.images_per_prompt, settings.steps
-    )  # rejects what the group cannot hold
+    # Rejects what the group cannot hold
+    shared.noise_owners(settings.images_per_prompt, settings.steps)
     _require(
         settings,
         "sharing",

@@ -321,10 +321,11 @@ class QwenImagePolicy(Policy):
         "txt_mlp.net.0.proj",
         "txt_mlp.net.2",
     )
+    # The path of the text through the last block
     layers_without_gradient = (
         "attn.to_add_out",
         "txt_mlp",
-    )  # the path of the text through the last block
+    )
     known_configs = {"Qwen/Qwen-Image": ModelConfig("QwenImagePipeline")}
     noise = FluxPolicy.noise
     packed = FluxPolicy.packed

@@ -58,9 +58,8 @@ def credit_advantages(
     """
     if form not in CREDIT_FORMS:
         raise InputError(f"`credit` must be one of {', '.join(CREDIT_FORMS)}; got {form!r}")
-    advantage = group_advantages(
-        combine_rewards(scores, weights), clamp
-    )  # refuses what is no (P, G) of finite numbers
+    # Refuses what is no (P, G) of finite numbers
+    advantage = group_advantages(combine_rewards(scores, weights), clamp)
     if form == "group":
         return advantage
 

@@ -63,9 +63,8 @@ def cps_coefficients(
 def multistep_weights(sigmas: Tensor) -> Tensor:  # (T + 1,) noise levels, decreasing; (T,) float64
     """Compute the weight of the change of the predicted image since the previous step, in DPM-Solver++'s second order."""
     levels = sigmas.double()
-    step = (
-        ((1 - levels) / levels).log().diff()
-    )  # infinite at both ends of the trajectory, where Euler's step stays
+    # Infinite at both ends of the trajectory, where Euler's step stays
+    step = ((1 - levels) / levels).log().diff()
     weight = (1 - levels[2:]) * -(-step[1:]).expm1() * step[1:] / (2 * step[:-1])
     return torch.cat([weight.new_zeros(1), weight.where(weight.isfinite(), 0.0)])
 
@@ -156,13 +155,11 @@ class Sampler:
     eta: float | Sequence[float] | Tensor = 0.7  # (T,), the last 0; a number: of all but the last
     solver: str = "euler"  # one of SOLVERS, for runs of deterministic steps
     second: Tensor | None = None  # sigma_1 for the noise at sigma 1, (); None: that of `sigmas`
-    second_order: Tensor = field(
-        init=False
-    )  # (T,) float64, of `multistep_weights`; 0 where a transition is Euler's
+    # (T,) float64, of `multistep_weights`; 0 where a transition is Euler's
+    second_order: Tensor = field(init=False)
     stochastic: Tensor = field(init=False)  # transitions that have noise, increasing, (n,) long
-    _table: tuple[Tensor, Tensor, Tensor] = field(
-        init=False, repr=False
-    )  # coefficients of all transitions, (T,) each
+    # Coefficients of all transitions, (T,) each
+    _table: tuple[Tensor, Tensor, Tensor] = field(init=False, repr=False)
 
     def __post_init__(self):
         eta = _strengths(self.sigmas, self.kind, self.eta)

@@ -25,9 +25,8 @@ def broadcast_sigma(
     Raise InputError for another shape.
     """
     t = torch.as_tensor(t, dtype=latents.dtype if latents.is_floating_point() else None)
-    t = t.to(
-        latents.device, non_blocking=latents.device.type != "cpu"
-    )  # from the CPU no queue waits for it
+    # From the CPU no queue waits for it
+    t = t.to(latents.device, non_blocking=latents.device.type != "cpu")
     if t.ndim == 0:
         return t
     if t.ndim != 1 or t.shape[0] != latents.shape[0]:

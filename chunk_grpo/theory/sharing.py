@@ -151,9 +151,8 @@ def merged_length(
         raise InputError(f"`place` must be 0 to {len(sigmas) - 2}; got {place}")
     t = sigmas.double()
     odds = t[place] / (1 - torch.where(t[place] > 1 - 1e-6, t[1], t[place]))
-    power = (
-        2 * math.pi * math.e * eta**2 * odds * (t[place] - t[place + 1 : -1])
-    )  # it stops before the image
+    # it stops before the image
+    power = 2 * math.pi * math.e * eta**2 * odds * (t[place] - t[place + 1 : -1])
     enough = (power >= least).nonzero()
     return int(enough[0]) + 1 if len(enough) else max(len(power), 1)
 

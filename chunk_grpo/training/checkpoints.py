@@ -64,9 +64,8 @@ def load_optimizer_tensors(optimizer: torch.optim.Optimizer, tensors: Mapping[st
         entry = state.setdefault(int(i), {})
         for level in above:
             entry = entry.setdefault(level, {})
-        count = (
-            tensor.dtype == torch.int64 and tensor.ndim == 0
-        )  # bitsandbytes counts steps in a plain number
+        # Bitsandbytes counts steps in a plain number
+        count = tensor.dtype == torch.int64 and tensor.ndim == 0
         entry[key] = int(tensor) if count else tensor
     optimizer.load_state_dict(
         {"state": state, "param_groups": optimizer.state_dict()["param_groups"]}
@@ -274,9 +273,8 @@ def read_tensors(
             ]
             return {file.stem: load_file(file) for file in files}
         reader = distributed.HuggingFaceStorageReader(str(folder))
-        stored: Any = (
-            reader.read_metadata().state_dict_metadata
-        )  # torch's type says that some are no tensors
+        # torch's type says that some are no tensors
+        stored: Any = reader.read_metadata().state_dict_metadata
         for name, about in stored.items():
             group, own = name.split(".", 1)
             near = like.get(own.split(".")[0])

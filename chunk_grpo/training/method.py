@@ -480,9 +480,8 @@ def is_one_state(
     start: int,  # index of a transition
 ) -> bool:
     """Return True if all images of a group are in one state before the transition `start`."""
-    alike = (
-        settings.sharing == "group" or settings.shared_noise and not settings.noise_spread
-    )  # at the beginning
+    # at the beginning
+    alike = settings.sharing == "group" or settings.shared_noise and not settings.noise_spread
     return alike and not bool((sampler.stochastic < start).any())
 
 

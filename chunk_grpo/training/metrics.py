@@ -87,13 +87,14 @@ _TRAINER_METRICS = (
     "ratio_floor_rollout",
     "seconds",
 )
+# Beginnings of further names
 _TRAINER_GROUPS = (
     "reward_",
     "eval_",
     "image_",
     "above_base_",
     "seconds_",
-)  # beginnings of further names
+)
 
 
 def check_method_metrics(

@@ -355,9 +355,8 @@ def load_policy_and_optimizer(
     }
     state.limit = settings.update_batch
     if settings.update_memory:
-        model: Any = read_model_config(
-            policy.folder, settings.family
-        )  # it was loaded, so it is known
+        # it was loaded, so it is known
+        model: Any = read_model_config(policy.folder, settings.family)
         state.limit = fit_update_batch(model, settings).update_batch
     return state
 

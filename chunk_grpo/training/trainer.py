@@ -105,11 +105,10 @@ def train_run(
             getattr(listener, event)(state, *what)
 
     with contextlib.ExitStack() as ending:
+        # At the end the threads that score stop first, then rewards that have a process of their own.
         for reward in state.rewards.values():
-            ending.callback(
-                getattr(reward, "close", lambda: None)
-            )  # of those that have a process of their own
-        ending.callback(state.executor.shutdown, cancel_futures=True)  # before them
+            ending.callback(getattr(reward, "close", lambda: None))
+        ending.callback(state.executor.shutdown, cancel_futures=True)
         load_policy_and_optimizer(state)
         resume(state, say)
         announce("on_train_begin")
@@ -152,8 +151,8 @@ def train_run(
         save_final_weights(state)
         announce("on_train_end")
     state.accelerator.wait_for_everyone()
-    state.policy.module = (
-        state.policy.transformer
-    )  # DDP's reducer must not hold the group last: freed with Python's
-    state.accelerator.free_memory()  # lock held, the group would wait for ever for a thread that wants this lock
+    # DDP's reducer must not be the last to hold the process group. Freed while Python's lock is held, the group would
+    # wait for ever for a thread that wants this lock.
+    state.policy.module = state.policy.transformer
+    state.accelerator.free_memory()
     state.accelerator.state.destroy_process_group()
