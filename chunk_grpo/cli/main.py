@@ -42,6 +42,7 @@ from chunk_grpo.cli.evaluation import (
     printable,
 )
 from .reports import output_file, reports_app
+from .try_command import try_app
 from ..core import files, machine, settings
 
 # %% ../../nbs/14_cli/02_main.ipynb #6af2ac4f
@@ -179,6 +180,7 @@ def root_callback(
 
 app.add_typer(reports_app)
 app.add_typer(evaluation_app)
+app.add_typer(try_app)
 
 # %% ../../nbs/14_cli/02_main.ipynb #38d9e720
 @app.command(
