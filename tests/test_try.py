@@ -448,8 +448,7 @@ def test_words_of_a_comparison_follow_interval_and_smallest_effect():
     assert words(0.01, 0.05, n=1) == "one seed decides nothing"
 
 
-def test_the_protocol_of_the_book_can_rank_its_own_arms(tmp_path, monkeypatch):
-    """The comparison reads rows of the referee as they are kept."""
+def test_the_comparison_reads_rows_as_studies_keep_them(tmp_path):
     rows = write_rows(
         tmp_path, "referee", {"steps": 0.1, "crd": 0.15}, seeds=3, only=("steps", "crd")
     )

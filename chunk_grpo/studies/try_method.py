@@ -871,17 +871,18 @@ def try_method(
             write_json(temporary / "try.json", note)
     plan = out / "plan"
     study = load_study(plan)
-    tuning = load_study(out / "tuning" / "plan")
-    points = len(tuning_arms(tuning))
-    say(
-        f"tuning: {', '.join(tuning.arms)}, {points * tuning.tune_seeds} trials on {tuning.tune_prompts}"
-        + (", and more if a best value is at the end of its grid" if tuning.tune_growth else "")
-    )
     known = _known_rows(out)
     if not (plan / TUNED_FILE).is_file():
+        tuning = load_study(out / "tuning" / "plan")
+        trials = len(tuning_arms(tuning)) * tuning.tune_seeds
+        more = ", and more if a best value is at the end of its grid" if tuning.tune_growth else ""
+        say(
+            f"step 1 of 2, tuning: {', '.join(tuning.arms)}, {trials} trials on {tuning.tune_prompts}{more}"
+        )
         _tune(out, processes, known, _hide_gains(say))
     say(
-        f"testing: {', '.join(study.arms)} with {study.seeds} seeds; the rows that exist already are not trained again"
+        f"step 2 of 2, testing: {', '.join(study.arms)} with {study.seeds} seeds each; rows that exist are not "
+        "computed again"
     )
     rows = run_study(
         plan,
