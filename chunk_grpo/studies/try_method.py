@@ -32,7 +32,7 @@ from ..core.settings import Settings, import_callable
 from ..core.statistics import t_intervals
 from ..core.user_code import code_files
 from ..core.validation import dump_yaml, format_value, parse_yaml
-from ..models.inputs import read_prompts
+from ..models.inputs import read_prompts, split_prompt_column
 from ..pocket import PROMPT_FILES
 from ..reporting.tables import format_number
 from ..runs import launch, run_folder
@@ -266,7 +266,8 @@ def held_out_lists(
                 f"the prompts of {source} must not be training prompts; {len(shared)} are, such as {shared[0]!r:.80}"
             )
         shipped = source.removeprefix("pocket:")
-        file = PROMPT_FILES[shipped] if source.startswith("pocket:") else Path(source)
+        is_shipped = source.startswith("pocket:")
+        file = PROMPT_FILES[shipped] if is_shipped else Path(split_prompt_column(source)[0])
         lists.append(HeldOutList(source, file, prompts))
     return lists
 
@@ -281,6 +282,8 @@ def find_leaks(
         marks += [one.source, one.file.name]
         if not one.file.stem.isalpha():  # test192, but not such a plain word as test
             marks.append(one.file.stem)
+    if not marks:
+        return []
     is_marked = re.compile("|".join(rf"(?<!\w){re.escape(mark)}(?!\w)" for mark in marks)).search
     prompts = frozenset().union(*(one.prompts for one in lists))
 
