@@ -707,11 +707,11 @@ def page_text(
             }
         )
     changes = [f"{k}={v}" for k, v in study.arms[mine].items() if k != "method"]
-    others = (
-        f" Not on this page, for their budget or their rows differ: {', '.join(left_out)}."
-        if left_out
-        else ""
-    )
+    others = ""
+    if left_out:
+        others = f" Not on this page, for their budget or their rows differ: {', '.join(left_out)}."
+    elif len(study.arms) == 2:
+        others = f" No complete rows of the study {protocol} are kept, so no other method is on this page."
     parts = [
         f"# {study.title}",
         study.question,
