@@ -167,7 +167,7 @@ def test_the_commands_of_the_page_on_a_study_of_your_own(tmp_path):
         "tune_prompts": "one.txt",
     }
     (home / "study.yaml").write_text(json.dumps(plan))
-    page = nbformat.read(ROOT / "nbs/14_cli/14_own_study.ipynb", as_version=4)
+    page = nbformat.read(ROOT / "nbs/14_cli/15_own_study.ipynb", as_version=4)
     lines = [
         line
         for cell in page.cells

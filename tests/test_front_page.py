@@ -180,7 +180,7 @@ def test_methods_and_pipelines_of_the_front_page_are_those_of_the_package():
 
 def test_memory_of_the_front_page_is_that_of_the_presets():
     """The page on a GPU host has the numbers of `plan`, and a test of its own."""
-    page = nbformat.read(ROOT / "nbs/14_cli/11_gpu_host.ipynb", as_version=4).cells
+    page = nbformat.read(ROOT / "nbs/14_cli/12_gpu_host.ipynb", as_version=4).cells
     (text,) = [cell.source for cell in page if "| preset | GPU memory, GB |" in cell.source]
     memory = {row[0].removeprefix("machines/"): row[1] for row in table_rows(text)}
     names = {

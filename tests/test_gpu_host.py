@@ -24,7 +24,7 @@ from chunk_grpo.planning.processes import machine_presets
 from chunk_grpo.runs import run_folder
 
 ROOT = Path(__file__).resolve().parents[1]
-CELLS = nbformat.read(ROOT / "nbs/14_cli/11_gpu_host.ipynb", as_version=4).cells
+CELLS = nbformat.read(ROOT / "nbs/14_cli/12_gpu_host.ipynb", as_version=4).cells
 TEXT = "\n\n".join(cell.source for cell in CELLS if cell.cell_type == "markdown")
 BLOCKS = re.findall(r"```\n(.*?)```", TEXT, re.DOTALL)
 MINE = next(block for block in BLOCKS if block.startswith("like: "))

@@ -254,7 +254,7 @@ def test_an_arrow_that_rises_is_named():
     assert rising_imports(ROOT / "nbs/00_theory/00_schedule.ipynb", cells) == [
         "nbs/00_theory/00_schedule.ipynb, cell 0, line 2: chunk_grpo.cli.main lies further up"
     ]
-    assert not rising_imports(ROOT / "nbs/14_cli/11_gpu_host.ipynb", cells)
+    assert not rising_imports(ROOT / "nbs/14_cli/12_gpu_host.ipynb", cells)
 
 
 def test_index_leads_into_every_chapter():
