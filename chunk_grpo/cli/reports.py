@@ -199,7 +199,8 @@ def profile(
         changes.insert(0, source)
     from chunk_grpo.models import inputs  # these here, since they import torch
     from chunk_grpo.reporting.reports import write_report
-    from chunk_grpo.runs import run_folder, run_images
+    from chunk_grpo.evaluation import run_images
+    from chunk_grpo.runs import run_folder
 
     run_settings = settings.load_settings(
         run_folder.read_run_settings(run) if run else source, changes

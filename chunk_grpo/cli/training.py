@@ -131,9 +131,10 @@ def train(
         raise InputError(
             f"`--{'resume' if resume else 'nodes'}` needs the run folder in `--out`; got none"
         )
-    # these here, since they import torch
+    # imported here, since they import torch
     from chunk_grpo.planning.processes import choose_processes
-    from chunk_grpo.runs import launch, run_folder, run_images
+    from chunk_grpo.runs import launch, run_folder
+    from chunk_grpo.runs.processes import drawing_processes
 
     # Without --out the run folder is named after the preset or the settings file.
     if Path(source).suffix in (".yaml", ".yml"):
@@ -148,7 +149,7 @@ def train(
     if processes is None and nodes == 1:
         launch.check_launcher()
         if resume and run_folder.holds_run(folder):
-            processes = run_images.drawing_processes(folder)
+            processes = drawing_processes(folder)
         else:
             processes = choose_processes(run_settings, source)
     processes = 1 if processes is None else processes

@@ -23,7 +23,8 @@ from ..models.trainable import read_saved_weights, save_trained_weights
 from ..planning.counts import held_out_prompts
 from ..pocket import POCKET_MODELS
 from .model_card import SOURCE_FILE, is_hub_id, model_card
-from ..runs import run_folder, run_images
+from ..evaluation import run_images
+from ..runs import run_folder
 
 # %% ../../nbs/12_reporting/06_export.ipynb #b77461c3
 def _copy_pipeline(
