@@ -10,6 +10,7 @@ import nbformat
 import pytest
 import small_study
 import typer.main
+import yaml
 from commands import call_python, run
 from typer.testing import CliRunner
 
@@ -174,6 +175,15 @@ def test_the_commands_of_the_page_on_a_study_of_your_own(tmp_path):
         if cell.cell_type == "markdown"
         for line in commands_in(cell.source)
     ]
+    new, *lines = lines  # the first writes a plan of the same name, so it runs elsewhere
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "mine.py").write_text(
+        "from chunk_grpo.training.methods import Method\n\n\nclass Rank(Method):\n    pass\n"
+    )
+    run(*shlex.split(new)[1:], cwd=elsewhere)
+    written = yaml.safe_load((elsewhere / "groups/study.yaml").read_text())
+    assert {"steps", "chunk"} < set(written["arms"]) and len(written["arms"]) == 3
     for line in lines:
         small_study.commit(home)  # the plan, and what was tuned
         run(*shlex.split(line)[1:], cwd=tmp_path)
