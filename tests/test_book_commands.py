@@ -179,7 +179,7 @@ def test_the_commands_of_the_page_on_a_study_of_your_own(tmp_path):
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     (elsewhere / "mine.py").write_text(
-        "from chunk_grpo.training.methods import Method\n\n\nclass Rank(Method):\n    pass\n"
+        "from chunk_grpo.training.method import Method\n\n\nclass Rank(Method):\n    pass\n"
     )
     run(*shlex.split(new)[1:], cwd=elsewhere)
     written = yaml.safe_load((elsewhere / "groups/study.yaml").read_text())
