@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -338,4 +339,5 @@ def test_the_program_measures_and_the_page_shows_it(tmp_path):
         kept
     )
     assert all(row["expected"] and row["before"] > 0 and row["after"] > 0 for row in kept["levers"])
+    shutil.copytree(ROOT / "runs/results/gpu", tmp_path / "gpu")  # the page reads its shares too
     page_runs(tmp_path, tmp_path / "log")
