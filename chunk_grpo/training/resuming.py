@@ -48,6 +48,9 @@ def save_checkpoint(state: TrainingState) -> Path:  # its folder
             "seconds": state.total,
             "seconds_cpu": state.cpu,
         }
+        if state.scaler is not None:
+            scaler = state.scaler.state_dict()
+            rest |= {"loss_scale": scaler["scale"], "loss_scale_updates": scaler["_growth_tracker"]}
         checkpoints.write_checkpoint(
             run=state.run,
             iteration=state.iteration,
@@ -153,6 +156,9 @@ def resume(
     )
     if state.ema is not None:
         state.ema.optimization_step = rest["ema_step"]
+    if state.scaler is not None:
+        scale = {"scale": rest["loss_scale"], "_growth_tracker": rest["loss_scale_updates"]}
+        state.scaler.load_state_dict(state.scaler.state_dict() | scale)
     state.profile = torch.tensor(rest["profile"], dtype=torch.float64)
 
 # %% ../../nbs/07_training/15_resuming.ipynb #9a38ca0c
