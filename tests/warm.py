@@ -105,17 +105,19 @@ def become(
     return code
 
 
-def release_files(nothing: int) -> None:
-    """Let go of the regular files that a new program would not get, as its start does.
+def release_inherited_locks(
+    devnull: int,  # an open descriptor of /dev/null
+) -> None:
+    """Point the regular files that this fork inherited at /dev/null, which releases its hold on their locks.
 
-    A fork keeps them, and with them the locks of runs that other threads are making at this moment.
-    The numbers stay in use, by /dev/null, since objects of the parent still hold them.
+    Starting a new program closes them. A fork keeps them open, and with them the lock of a run that another
+    thread was creating. The descriptors stay in use because objects of the parent still refer to them.
     """
-    for number in map(int, os.listdir("/proc/self/fd")):
-        with contextlib.suppress(OSError):  # the listing's own descriptor
-            is_file = stat.S_ISREG(os.fstat(number).st_mode)
-            if number > 2 and is_file and not os.get_inheritable(number):
-                os.dup2(nothing, number, inheritable=False)
+    for descriptor in map(int, os.listdir("/dev/fd")):
+        with contextlib.suppress(OSError):  # the descriptor of this listing is closed by now
+            is_file = stat.S_ISREG(os.fstat(descriptor).st_mode)
+            if descriptor > 2 and is_file and not os.get_inheritable(descriptor):
+                os.dup2(devnull, descriptor, inheritable=False)
 
 
 class Forked:
@@ -150,7 +152,7 @@ class Forked:
                 os.setsid()
             if preexec_fn:
                 preexec_fn()
-            release_files(nothing)
+            release_inherited_locks(nothing)
             named = [*map(str, words[words.index("-m") + 1 :])]
             code = become(
                 named[0], named[1:], dict(env or os.environ), self.anew, "-P" in words[:2]
