@@ -82,6 +82,30 @@ def align_parameters(
             tensor.data = tensor.data.clone()
 
 
+def _load_network(
+    policy: "Policy",  # its folder and device are set already
+    number: int,  # 0: the transformer, 1: the VAE
+    stored: torch.dtype,  # of the weights in memory
+    host: bool = False,  # leave the network on the CPU
+) -> Any:
+    """Load one network of the policy's folder, frozen and in evaluation mode, and return it.
+
+    A policy that computes on the CPU gets aligned weights (`align_parameters`).
+    """
+    network_class: Any = import_class(policy.network_classes[number])
+    subfolder = ("transformer", "vae")[number]
+    options: dict[str, Any] = {"subfolder": subfolder, "dtype": stored}
+    is_quantized = number == 0 and policy.quantization != "none"
+    if is_quantized:
+        options["quantization_config"] = quantization_config(policy.quantization, policy.dtype)
+    network = network_class.from_pretrained(policy.folder, **options)
+    network.to("cpu" if host else policy.device).eval().requires_grad_(False)
+    # On other devices the memory of the file is only read once. Quantized weights are made anew, not read from the file.
+    if policy.device.type == "cpu" and not is_quantized:
+        align_parameters(network)
+    return network
+
+# %% ../../nbs/03_models/02_policy.ipynb #a312759b
 QUANTIZATION_PACKAGES = {"int8": "torchao", "fp8": "torchao", "nf4": "bitsandbytes"}
 
 
@@ -120,30 +144,6 @@ def quantization_config(
 
     formats = {"int8": Int8WeightOnlyConfig, "fp8": Float8WeightOnlyConfig}
     return diffusers.TorchAoConfig(formats[quantization]())
-
-
-def _load_network(
-    policy: "Policy",  # its folder and device are set already
-    number: int,  # 0: the transformer, 1: the VAE
-    stored: torch.dtype,  # of the weights in memory
-    host: bool = False,  # leave the network on the CPU
-) -> Any:
-    """Load one network of the policy's folder, frozen and in evaluation mode, and return it.
-
-    A policy that computes on the CPU gets aligned weights (`align_parameters`).
-    """
-    network_class: Any = import_class(policy.network_classes[number])
-    subfolder = ("transformer", "vae")[number]
-    options: dict[str, Any] = {"subfolder": subfolder, "dtype": stored}
-    is_quantized = number == 0 and policy.quantization != "none"
-    if is_quantized:
-        options["quantization_config"] = quantization_config(policy.quantization, policy.dtype)
-    network = network_class.from_pretrained(policy.folder, **options)
-    network.to("cpu" if host else policy.device).eval().requires_grad_(False)
-    # On other devices the memory of the file is only read once. Quantized weights are made anew, not read from the file.
-    if policy.device.type == "cpu" and not is_quantized:
-        align_parameters(network)
-    return network
 
 # %% ../../nbs/03_models/02_policy.ipynb #2cd35b71
 def native_shift(policy: "Policy") -> float:  # the `shift` argument of `schedule.sigmas`
