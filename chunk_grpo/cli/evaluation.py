@@ -161,7 +161,6 @@ def evaluate(
     from chunk_grpo.reporting.reports import write_report
     from chunk_grpo.reward_serving import placement
 
-    benchmark_choice = (benchmark, source, samples or None)
     reward_names = split_commas(rewards) or []
     judge_server = None
     if judge_url and judge_model:
@@ -170,7 +169,7 @@ def evaluate(
 
     if images:
         # Score images that were made elsewhere: one folder per arm.
-        task = benchmarks.load_benchmark_task(*benchmark_choice)
+        task = benchmarks.load_benchmark_task(benchmark, source, samples or None)
         scores_folder = out or Path("benchmarks") / task.name
         files.check_writable(scores_folder / "scores.jsonl", "`--out`", file=True)
         folders = {}
@@ -196,13 +195,15 @@ def evaluate(
         # Sample the benchmark's images with the run's weights, and score them.
         scores_folder = benchmarks.run_benchmark(
             run,
-            *benchmark_choice,
-            processes,
-            overrides or (),
-            reward_names,
-            tools,
-            typer.echo,
-            trust,
+            benchmark,
+            source=source,
+            samples=samples or None,
+            processes=processes,
+            changes=overrides or (),
+            names=reward_names,
+            tools=tools,
+            say=typer.echo,
+            trust=trust,
         )
 
     table = benchmarks.benchmark_table(files.read_json(scores_folder / "summary.json"))
