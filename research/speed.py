@@ -67,6 +67,13 @@ AT_256_IN_GROUPS = [
     "update_batch=8",
 ]
 
+RANKS = {  # what a training of `ranks` changes in pocket/demo
+    "eval_every": 0,
+    "eval_count": 2,
+    "eval_steps": 1,
+    "hybrid_split": 0,
+}
+
 
 def say(text):
     """Progress."""
@@ -410,12 +417,9 @@ def ranks(iterations):
         settings = setting.load_settings(
             "pocket/demo",
             {
+                **RANKS,
                 "iterations": iterations,
                 "threads": threads,
-                "eval_every": 0,
-                "eval_count": 2,
-                "eval_steps": 1,
-                "hybrid_split": 0,
                 "checkpoint_every": iterations,
             },
         )

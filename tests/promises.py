@@ -10,6 +10,7 @@ import sys
 import tempfile
 import threading
 import zipfile
+from collections.abc import Iterable
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -42,13 +43,13 @@ ALONE = {
     "doctor": ["doctor"],
     "plan": ["plan", "tiny.yaml", "--rate", "1"],
     "train": ["train", "tiny.yaml", "--out", "new"],
-    "speed": ["speed", "--prompts", "1", "--images", "2", "--repeats", "1", "--out", "speed.json"],
+    "speed": "speed chunks=1,2 --steps 4 --prompts 1 --images 2 --repeats 1 --out speed.json".split(),
     "serve-reward": ["serve-reward", "pocket-clip", "--port", "{port}"],
     "reward-env": ["reward-env", "hpsv3"],
     "study": ["study", "study", "--out", "rows", "--processes", "1", "--unplanned"],
 }
 STUDY = (
-    "title: two seeds\nquestion: is it fast?\nseeds: 2\nreference: steps\n"
+    "title: two arms\nquestion: is it fast?\nseeds: 1\nreference: steps\n"
     "arms: {steps: {chunks: steps}, whole: {chunks: whole}}\nevaluation: {eval_images: 1}\n"
 )
 
@@ -213,10 +214,15 @@ def promise(folder: Path, whose: str, command: str, words: list) -> dict:
 
 
 WHOSE = {"none": ALONE, "one's own": ON_A_RUN, "a stranger's": ON_A_RUN}
+TOGETHER = [  # whose run, and the commands that share a folder
+    *(("none", (command,)) for command in ALONE),
+    ("one's own", tuple(ON_A_RUN)),  # each needs what those before it left
+    *(("a stranger's", (command,)) for command in ON_A_RUN),
+]
 
 
-def promises(whose: str) -> list[dict]:
-    """The rows of a kind: without a run, on one's own run, or on a stranger's."""
+def promises(whose: str, commands: Iterable[str]) -> list[dict]:
+    """The rows of commands in turn in one folder: without a run, on one's own run, or on a stranger's."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name).resolve()
         for place in ("temporary", "cache", "home"):
@@ -233,13 +239,13 @@ def promises(whose: str) -> list[dict]:
             assert done.returncode == 0, done.stderr
         else:
             write_stranger(folder)
-        rows = [promise(folder, whose, command, words) for command, words in WHOSE[whose].items()]
+        rows = [promise(folder, whose, name, WHOSE[whose][name]) for name in commands]
         assert not (folder / "run" / "ran").exists(), "code of the stranger's folder was run"
         return rows
 
 
 if __name__ == "__main__":
-    made = [row for whose in WHOSE for row in promises(whose)]
+    made = [row for whose, commands in TOGETHER for row in promises(whose, commands)]
     KEPT.write_text(json.dumps(made, indent=1) + "\n")
     print(*made, sep="\n")
     sys.exit(0)

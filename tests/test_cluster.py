@@ -10,7 +10,7 @@ import pytest
 import ray
 import small_study
 import torch
-from commands import call, run
+from commands import call, run, start
 from small_study import begin, rows, trainers, wait_for
 
 
@@ -63,7 +63,8 @@ def until_gone(out):
 @pytest.mark.timeout(1800)
 def test_kills_change_nothing(home, through, cluster, tmp_path):
     out = tmp_path / "small"
-    child = begin(home, out, "--ray", cluster)  # once the command itself, without warning
+    # once the command itself, without warning
+    child = start("study", home, "--out", out, "--ray", cluster)
     lent = {}
     for arm in (
         "steps-0",
@@ -75,7 +76,7 @@ def test_kills_change_nothing(home, through, cluster, tmp_path):
         }
     assert len(lent) == len(set(lent.values())) == 2 and not (out / "longer-0").exists()
     child.kill()
-    child.communicate()
+    child.wait()
     until_gone(out)
     child = begin(home, out, "--ray", cluster)  # once a trial; the others go on
     wait_for(

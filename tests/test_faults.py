@@ -1,8 +1,11 @@
-"""A stop before every file operation of a tiny run, its evaluation, its report and a tiny study, and random kills.
+"""A stop before file operations of a tiny run, its evaluation, its report and a tiny study, and random kills.
 
 What is promised stands in PROMISES; what came of it is written as a table, fault x place, beside the runs of the test.
 A place is an operation of a program on a file: what is alike in every iteration is struck in the first, and where
 run.json or the metrics change in the last too. A study is struck where a run and its evaluation have no place.
+
+Every kind of operation on every file is struck, but for a fixed sample of those whose stop leaves what another stop
+leaves too: see STRIDES.
 
 Each case is the whole command as a process of its own, struck at the place, and the same command again as another. Both
 are forks of a process with all imports done (`warm`): imports were most of what a case took.
@@ -33,6 +36,16 @@ PROMISES = {
     "EIO": "one sentence, exit code 1 or 2, nothing half-written; then as after a kill",
     "EINTR": "as EIO",
 }
+STRIDES = {  # (fault, operation) -> one in so many is struck, always with the first and the last
+    ("kill", "fsync"): 4,  # leaves the files that a kill before the next operation leaves
+    (
+        "kill",
+        "write",
+    ): 3,  # leaves an empty file, where "half" of the same write leaves a part of it
+    ("ENOSPC", "write"): 2,  # the disk stays full, so the writes after it fail too
+    ("ENOSPC", "mkdir"): 2,
+}
+PARTS = 4  # tests that share the cases of a session, so that no process of pytest waits for another
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +107,24 @@ def cases(session: Session, kinds=tuple(PROMISES)) -> list[tuple[faults.Step, st
     return out
 
 
-def check(session: Session, chosen, folder: Path) -> None:
+def sample(found: list[tuple[faults.Step, str]]) -> list[tuple[faults.Step, str]]:
+    """Every case, but of the kinds in STRIDES one in so many, with the first and the last of the kind."""
+    halves = {id(step) for step, kind in found if kind == "half"}
+    groups = {}
+    for step, kind in found:
+        name = (kind, step.op)
+        if name != ("kill", "write") or id(step) in halves:
+            groups.setdefault(name, []).append(step)
+    left_out = {
+        (id(step), kind)
+        for (kind, op), group in groups.items()
+        for place, step in enumerate(group[:-1])
+        if place % STRIDES.get((kind, op), 1)
+    }
+    return [(step, kind) for step, kind in found if (id(step), kind) not in left_out]
+
+
+def check(session: Session, chosen, folder: Path, part: int = 0) -> None:
     """Let all of them strike, two at once; the table, and what is wrong."""
 
     def one(case):
@@ -112,7 +142,7 @@ def check(session: Session, chosen, folder: Path) -> None:
         "\n".join([promises, "| fault | before the step | promise |", "| --- | --- | --- |", *rows])
         + "\n"
     )
-    (session.home / f"{session.name}-faults.md").write_text(table)
+    (session.home / f"{session.name}-faults-{part}.md").write_text(table)
     wrong = [row for row, words in zip(rows, found, strict=True) if words]
     assert not wrong, f"{len(wrong)} of {len(chosen)}\n" + "\n".join(wrong)
 
@@ -184,24 +214,63 @@ def test_a_few_faults_of_a_run(tiny_training, tmp_path):
     check(tiny_training, [*chosen, *((step, "kill") for step in renamed)], tmp_path)
 
 
+def test_the_sample_has_every_operation_on_every_file(tiny_training):
+    """A place that no kill strikes has its file struck at another operation, and each end of a kind is kept."""
+    every = cases(tiny_training)
+    chosen = sample(every)
+    assert chosen[0] == every[0] and len(every) / 2 < len(chosen) < len(every)
+    assert {(kind, step.op) for step, kind in chosen} == {(kind, step.op) for step, kind in every}
+    killed = [{step.place for step, kind in some if kind == "kill"} for some in (chosen, every)]
+    assert {op for _, op, _ in killed[1] - killed[0]} == {"fsync", "write"}
+    struck = {step.place for step, _ in chosen}
+    assert {op for _, op, _ in killed[1] - struck} == {"fsync"}
+    for name in STRIDES:
+        ends = [
+            [step.place for step, kind in some if (kind, step.op) == name]
+            for some in (every, chosen)
+        ]
+        assert (ends[0][0], ends[0][-1]) == (ends[1][0], ends[1][-1]), name
+
+
 @pytest.mark.slow
-def test_every_place_of_a_run(tiny_training, tmp_path):
-    check(tiny_training, cases(tiny_training), tmp_path)
+@pytest.mark.parametrize("part", range(PARTS))
+def test_every_place_of_a_run(tiny_training, tmp_path, part):
+    check(tiny_training, sample(cases(tiny_training))[part::PARTS], tmp_path, part)
 
 
 @pytest.mark.slow
 def test_every_place_of_an_evaluation(tiny_evaluation, tmp_path):
-    check(tiny_evaluation, cases(tiny_evaluation, ("kill", "half", "ENOSPC", "EIO")), tmp_path)
+    found = cases(tiny_evaluation, ("kill", "half", "ENOSPC", "EIO"))
+    check(tiny_evaluation, sample(found), tmp_path)
 
 
 @pytest.mark.slow
 def test_every_place_of_a_report(report, tmp_path):
-    check(report, cases(report, ("kill", "half", "ENOSPC", "EIO")), tmp_path)
+    check(report, sample(cases(report, ("kill", "half", "ENOSPC", "EIO"))), tmp_path)
+
+
+def in_turn(found: list[tuple[faults.Step, str]]) -> list[tuple[faults.Step, str]]:
+    """Of a place that the trials of both arms have, that of the one arm, of the next such place that of the other."""
+    groups = {}
+    for step, kind in found:
+        role, op, name = step.place
+        alike = re.sub(r"^study/(one|two)-0\b", "study/ARM-0", name)
+        groups.setdefault((kind, role, op, alike), []).append((step, kind))
+    pairs = 0
+    out = []
+    for group in groups.values():
+        out.append(group[pairs % len(group)])
+        pairs += len(group) > 1
+    return out
 
 
 @pytest.mark.slow
-def test_every_place_of_a_study(study, tmp_path):
-    """Those that a run and its evaluation do not have, and those before a trial has its run.json."""
+@pytest.mark.parametrize("part", range(PARTS))
+def test_every_place_of_a_study(study, tmp_path, part):
+    """Those that a run and its evaluation do not have, and those before a trial has its run.json.
+
+    Where the trials of both arms have a place, one of the two is struck, the arms in turn.
+    """
 
     def own(step):
         name = step.to or step.path
@@ -209,8 +278,10 @@ def test_every_place_of_a_study(study, tmp_path):
         return made or re.search(r"^study/[^/]*$|row\.json|trial\.json", name)
 
     found = [(step, kind) for step, kind in cases(study, ("kill", "EIO")) if own(step)]
-    chosen = {step.place[1:] + (kind,): (step, kind) for step, kind in found}
-    check(study, list(chosen.values()), tmp_path)
+    last = {step.place[1:] + (kind,): (step, kind) for step, kind in found}
+    chosen = sample(in_turn(list(last.values())))
+    assert {step.path.split("/")[1] for step, _ in chosen} >= {"one-0", "two-0", "lock"}
+    check(study, chosen[part::PARTS], tmp_path, part)
 
 
 def kill_after(delay: float, words, root: Path, files) -> bool:

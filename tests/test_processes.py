@@ -232,8 +232,14 @@ def test_adaptive_chunks_train_the_same_on_two_processes(world):
 @pytest.mark.slow
 @pytest.mark.timeout(1200)  # compiling takes minutes, more on a busy machine
 def test_compiled_parts_train_the_same(world):
-    """Blocks that are compiled and then shared out between two processes: minutes, most of them for compiling."""
-    words = ["iterations=2", "eval_every=0", "--no-report"]
+    """Blocks that are compiled and then shared out between two processes.
+
+    Compiling takes nearly all of the time, once for each size of a batch: here two images without gradients, and eight
+    transitions with them.
+    """
+    words = ["iterations=2", "prompts_per_iteration=2", "images_per_prompt=2", "rollout_batch=2"]
+    words += ["steps=5", "chunks=2,2", "chunk_fraction=1", "update_batch=8"]
+    words += ["eval_every=0", "eval_count=4", "--no-report"]
     outs = [world / "plain", world / "compiled-parts"]
     run("train", world / "s.yaml", *words, "--out", outs[0])
     done = subprocess.run(

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import tiny_flux
 import torch
-from commands import call, run, server
+from commands import call, environment, run, server
 from nbdev.test import test_nb as run_page
 
 from chunk_grpo import InputError
@@ -31,6 +31,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "research"))
 import method_costs  # noqa: E402
 import orders  # noqa: E402
+import speed as program  # noqa: E402
 
 FEW = ["chunks=1,2", "chunk_fraction=1", "rollout_batch=2", "update_batch=4"]
 LAYERS = {
@@ -289,6 +290,8 @@ def test_a_compiled_run_trains(tmp_path):
         "lora_rank=4",
         "iterations=1",
         "images_per_prompt=2",
+        "steps=5",  # fewer sizes of batches to compile
+        "chunks=2,2",
     ]
     run("train", "pocket/tiny", *given, "--out", tmp_path / "run", "--no-report")
     (line,) = [
@@ -325,19 +328,68 @@ def test_the_page_runs_on_what_is_kept(tmp_path):
     page_runs(ROOT / "runs/results", tmp_path / "log")
 
 
+@pytest.mark.parametrize("model", ["pocket", "flux-size"])
+def test_every_point_of_the_growth_can_be_measured(model):
+    """Of the program, which the slow test below runs at the first two points of each axis."""
+    for what, values in program.points(model):
+        sizes = [value for value, _ in values]
+        assert len(values) >= 3 and sizes == sorted(sizes), what
+        for _, changes in values:
+            speed.load_workload_settings(model, changes)
+
+
+SMALL_PROGRAM = f"""
+import sys
+
+import torch
+
+sys.path.insert(0, {str(ROOT / "research")!r})
+import speed as program
+
+program.MIDDLE |= {LAYERS!r}
+program.FEW |= {LEVELS!r}
+for words in (program.AT_256, program.AT_256_IN_GROUPS):
+    words[words.index("resolution=256")] = "resolution=64"
+program.RANKS |= {{
+    "prompts_per_iteration": 2,
+    "images_per_prompt": 2,
+    "steps": 5,
+    "chunks": "2,2",
+    "train_chunks": "all",
+    "chunk_fraction": 1.0,
+}}
+points = program.points
+program.points = lambda model: [(what, values[:2]) for what, values in points(model)]
+compile_module = torch.nn.Module.compile
+torch.nn.Module.compile = lambda module, **given: compile_module(module, backend="eager", **given)
+program.main()
+"""
+
+
 @pytest.mark.slow
-@pytest.mark.timeout(1800)  # four minutes by itself, beside other slow tests more than ten
+@pytest.mark.timeout(1800)
 def test_the_program_measures_and_the_page_shows_it(tmp_path):
+    """Every part of it, each with smaller models, fewer images and two points of each axis.
+
+    Blocks are captured as for the compiler and run without it; two tests above compile.
+    """
     (tmp_path / "benchmarks").mkdir()
     out = tmp_path / "benchmarks/speed.json"
     few = ["prompts_per_iteration=1", "images_per_prompt=4", "rollout_batch=4"]
-    program = [sys.executable, ROOT / "research/speed.py", "--repeats", "1", "--out", out, *few]
-    done = subprocess.run(program, cwd=tmp_path, capture_output=True, text=True)
+    few += ["steps=5", "chunks=2,2"]
+    words = [sys.executable, "-c", SMALL_PROGRAM, "--repeats", "1", "--out", out, *few]
+    done = subprocess.run(words, cwd=tmp_path, env=environment(), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     kept = json.loads(out.read_text())
-    assert {"profile", "iteration", "growth", "ranks", "levers", "levers of a middle size"} <= set(
-        kept
-    )
-    assert all(row["expected"] and row["before"] > 0 and row["after"] > 0 for row in kept["levers"])
+    names = ["profile", "iteration", "orders", "growth", "ranks", "levers"]
+    assert {*names, "levers of a middle size"} <= set(kept)
+    assert all(len(entries) == 2 for entries in kept["growth"].values())
+    assert [row["processes"] for row in kept["ranks"]] == [1, 2, 1]
+    for name in ("levers", "levers of a middle size"):
+        assert all(r["expected"] and r["before"] > 0 and r["after"] > 0 for r in kept[name])
+        compiled = [row["note"] for row in kept[name] if "compiled blocks" in row["change"]]
+        assert len(compiled) == 2 and not any(
+            note.startswith("compile: true; 0 ") for note in compiled
+        )
     shutil.copytree(ROOT / "runs/results/gpu", tmp_path / "gpu")  # the page reads its shares too
     page_runs(tmp_path, tmp_path / "log")
