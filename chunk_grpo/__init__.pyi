@@ -1,16 +1,6 @@
 # What a script needs, from its chapter's module: `lazy_loader` imports each name when it is first asked for.
 from .core.settings import Settings as Settings, load_settings as load_settings
 from .evaluation.evaluate import evaluate as evaluate
-from .method.chunks import Chunks as Chunks
-from .method.dynamics import (
-    chunk_weights as chunk_weights,
-    chunks_from_profile as chunks_from_profile,
-)
-from .method.dynamics import relative_distance as relative_distance
-from .method.objective import chunk_ratio as chunk_ratio, clipped_objective as clipped_objective
-from .method.objective import group_advantages as group_advantages
-from .method.sampler import Sampler as Sampler
-from .method.schedule import sigmas as sigmas
 from .models.inputs import write_prompts as write_prompts
 from .models.policy import load_policy as load_policy
 from .reporting.export import export_run as export_run
@@ -19,6 +9,16 @@ from .reporting.samples import sample_run as sample_run, sample_widget as sample
 from .reward_serving.placement import load_placed_reward as load_placed_reward
 from .runs.launch import train as train
 from .runs.run_folder import read_metrics as read_metrics
+from .theory.chunks import Chunks as Chunks
+from .theory.dynamics import (
+    chunk_weights as chunk_weights,
+    chunks_from_profile as chunks_from_profile,
+)
+from .theory.dynamics import relative_distance as relative_distance
+from .theory.objective import chunk_ratio as chunk_ratio, clipped_objective as clipped_objective
+from .theory.objective import group_advantages as group_advantages
+from .theory.sampler import Sampler as Sampler
+from .theory.schedule import sigmas as sigmas
 from .training.rollout import sample_images as sample_images
 
 __version__: str
