@@ -11,6 +11,7 @@ import pytest
 import tiny_families
 import torch
 from commands import environment, run
+from diffusers.training_utils import EMAModel
 from small_runs import metrics, trained
 
 from chunk_grpo import InputError
@@ -114,7 +115,7 @@ def state_of(weight, gradient, scaler=None):
         policy=SimpleNamespace(trained=[weight]),
         optimizer=torch.optim.AdamW([weight], lr=0.1),
         scaler=scaler,
-        ema=None,
+        ema=EMAModel([weight], decay=0.5),
     )
 
 
@@ -126,7 +127,9 @@ def test_a_scaled_step_is_the_step_without_scale():
     scaled = torch.nn.Parameter(start.clone())
     scaler = torch.amp.GradScaler("cpu", init_scale=SCALE)
     scaler.scale(torch.ones(()))  # which makes the tensor of the scale
-    assert step_optimizer(state_of(scaled, SCALE * gradient, scaler)) == norm
+    state = state_of(scaled, SCALE * gradient, scaler)
+    assert step_optimizer(state) == norm
+    assert state.ema.optimization_step == 1
     assert torch.equal(scaled, plain) and not torch.equal(scaled, start)
     assert torch.equal(scaled.grad, plain.grad)
     assert (scaler.get_scale(), scaler.state_dict()["_growth_tracker"]) == (SCALE, 1)
@@ -138,9 +141,11 @@ def test_a_step_with_an_infinite_gradient_is_skipped_and_halves_the_scale(bad):
     weight = torch.nn.Parameter(start.clone())
     scaler = torch.amp.GradScaler("cpu", init_scale=SCALE)
     scaler.scale(torch.ones(()))
-    norm = step_optimizer(state_of(weight, torch.tensor([1.0, bad]), scaler))
+    state = state_of(weight, torch.tensor([1.0, bad]), scaler)
+    norm = step_optimizer(state)
     assert not torch.isfinite(torch.tensor(norm))
     assert torch.equal(weight, start) and scaler.get_scale() == SCALE / 2
+    assert not state.optimizer.state and state.ema.optimization_step == 0
 
 
 def test_all_processes_skip_a_step_together(tmp_path):

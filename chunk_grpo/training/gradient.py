@@ -145,7 +145,7 @@ def compute_transition_stats(
 ) -> tuple[Tensor, ...]:
     """Compute the statistics of an update's transitions, detached, in the batches that training uses."""
     idle_batches = [update_batch.batches[0][:1]] * update_batch.idle_forwards
-    evidence_of_batches = []
+    stats_of_batches = []
     # A compiled forward pass gives other numbers with a graph than without, so it always gets one.
     with torch.set_grad_enabled(graph or context.policy.compiled):
         for batch in [*update_batch.batches, *idle_batches]:
@@ -156,12 +156,12 @@ def compute_transition_stats(
                 index=update_batch.step[batch],
                 anchor=False,
             )
-            evidence_of_batches.append([x.detach() for x in transition_stats])
+            stats_of_batches.append([x.detach() for x in transition_stats])
 
     # Drop the idle results, and undo the order of the batches.
-    evidence_of_batches = evidence_of_batches[: len(update_batch.batches)]
-    order = torch.cat(update_batch.batches).argsort().to(evidence_of_batches[0][0].device)
-    return tuple(_join_batches(x)[order] for x in zip(*evidence_of_batches, strict=True))
+    stats_of_batches = stats_of_batches[: len(update_batch.batches)]
+    order = torch.cat(update_batch.batches).argsort().to(stats_of_batches[0][0].device)
+    return tuple(_join_batches(x)[order] for x in zip(*stats_of_batches, strict=True))
 
 # %% ../../nbs/07_training/08_gradient.ipynb #8bcdfa43
 def chunk_means(

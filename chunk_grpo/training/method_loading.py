@@ -51,8 +51,9 @@ _PACKAGE = str(Path(chunk_grpo.__file__).resolve().parent)
 def _wrong(
     method: object,  # the method, or its class
     hook: str,
-    words: str,
+    words: str,  # what must hold and what was found
 ) -> InputError:
+    """Make the error about a hook of a user's method."""
     kind = method if isinstance(method, type) else type(method)
     words = " ".join(words.split())  # what Python says of a value may take lines
     return InputError(
@@ -66,7 +67,7 @@ def call_user_code(
     fault: Callable[[str, str], InputError],  # (function's name, what happened) -> the error
     name: str,  # of the function
 ) -> Any:  # what it returns
-    """Call a function that somebody wrote; InputError that says where it failed."""
+    """Call a function that a user wrote; raise the InputError that `fault` makes if it fails, with the line of the file."""
     try:
         return function(*arguments)
     except (Exception, SystemExit) as error:
@@ -94,7 +95,7 @@ def call_hook(
     hook: str,
     *arguments,
 ) -> Any:  # what it returns
-    """Call a hook of a method; InputError that names it where it fails."""
+    """Call a hook of a method; raise InputError with the hook's name if it fails."""
 
     def fault(name: str, words: str) -> InputError:
         return _wrong(method, name, words)
@@ -125,7 +126,7 @@ def _make_method(
     made: object,  # what the setting names
     settings: Settings,
 ) -> Method:
-    """Make a method of the settings; InputError where its class cannot be made of them."""
+    """Make a method of the settings; raise InputError if its class cannot be made of them."""
     if not (isinstance(made, type) and issubclass(made, Method)):
         raise InputError(
             f"`method` must name a class on chunk_grpo.training.method.Method; got {settings.method}"
