@@ -315,9 +315,9 @@ def test_two_pages_as_a_site(two_pages):
     text = re.sub("<[^>]+>", "", page)
     assert "#| export" not in text and "#| hide" not in text and "fastcore.test" not in text
     assert "def clipped_objective" in text and r"\ratio" not in text
-    assert 'href="../api/method.html#chunk_grpo.theory.objective.clipped_objective"' in page
+    assert 'href="../api/theory.html#chunk_grpo.theory.objective.clipped_objective"' in page
     assert 'href="02_chunks.html"' in page and "<img" in page and 'class="math' in page
-    reference = (two_pages / "api/method.html").read_text(encoding="utf-8")
+    reference = (two_pages / "api/theory.html").read_text(encoding="utf-8")
     assert 'href="../00_theory/03_objective.html' in reference
     assert "rewards of P prompts with G images each" in reference
     assert (two_pages / "_static/mathjax/tex-chtml-full.js").is_file()
@@ -357,7 +357,7 @@ LOOKED_AT = [
     "00_theory/03_objective.html",
     "findings/index.html",
     "findings/weighting.html",
-    "api/method.html",
+    "api/theory.html",
     "api/core.html",
     "contributing.html",
 ]
