@@ -98,11 +98,13 @@ def write_tuning_study(
         "reference": next(iter(arms)),
     }
     content["evaluation"].pop("eval_prompts", None)  # these are the study's own
-    base = setting.load_settings(base, {"eval_prompts": study.tune_prompts})
+    # Only what the study's base sets, not all settings: an arm with another method would drop those of the complete
+    # settings that agree with a preset of the methods, and be tuned with other settings than it is tested with.
+    base = setting.read_settings_file(home / "base.yaml") | {"eval_prompts": study.tune_prompts}
 
     folder.mkdir(parents=True, exist_ok=True)
     files = {
-        "base.yaml": setting.dump_settings(base),
+        "base.yaml": dump_yaml(base, flow=False),
         "study.yaml": dump_yaml(content, flow=False),
     }
     for name, text in files.items():
