@@ -36,16 +36,17 @@ PROMISES = {
     "EIO": "one sentence, exit code 1 or 2, nothing half-written; then as after a kill",
     "EINTR": "as EIO",
 }
-STRIDES = {  # (fault, operation) -> one in so many is struck, always with the first and the last
-    ("kill", "fsync"): 4,  # leaves the files that a kill before the next operation leaves
-    (
-        "kill",
-        "write",
-    ): 3,  # leaves an empty file, where "half" of the same write leaves a part of it
-    ("ENOSPC", "write"): 2,  # the disk stays full, so the writes after it fail too
+# (fault, operation) -> one in so many is struck, always with the first and the last
+STRIDES = {
+    # A kill before fsync leaves the files that a kill before the next operation leaves.
+    ("kill", "fsync"): 4,
+    # It leaves an empty file, and "half" of the same write leaves a part of it.
+    ("kill", "write"): 3,
+    # The disk stays full, so the operations after it fail too.
+    ("ENOSPC", "write"): 2,
     ("ENOSPC", "mkdir"): 2,
 }
-PARTS = 4  # tests that share the cases of a session, so that no process of pytest waits for another
+PARTS = 4  # tests among which the cases of a session are divided, so that all workers are busy
 
 
 @pytest.fixture(scope="module")
