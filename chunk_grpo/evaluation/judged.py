@@ -247,7 +247,7 @@ def apply_dependencies(
     return [counts[p.number] for p in item.propositions]
 
 # %% ../../nbs/10_evaluation/06_judged.ipynb #aab7ed37
-def _ask_about_images(
+def _build_image_questions(
     items: Sequence[JudgedPrompt],
     images: Mapping[str, Path],  # arm -> folder with {name}.png
     ask: Callable[[JudgedPrompt], dict[str, str]],  # prompt -> end of a question's id -> its text
@@ -291,7 +291,7 @@ def _judge_images(
 
     Raise InputError if an image is missing.
     """
-    questions = _ask_about_images(items, images, ask)
+    questions = _build_image_questions(items, images, ask)
     all_questions = [
         question for image_questions in questions.values() for question in image_questions
     ]

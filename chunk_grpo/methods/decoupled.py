@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['renoise', 'mean_square', 'normalised_error', 'levels_of_chunks', 'Decoupled', 'Elbo', 'VGrpo', 'Awm', 'Nft', 'Crd',
-           'centred', 'GroupDpo', 'BestOfN', 'OnlineDpo']
+           'subtract_group_mean', 'GroupDpo', 'BestOfN', 'OnlineDpo']
 
 # %% ../../nbs/08_methods/01_decoupled.ipynb #2ddd1507
 from collections.abc import Callable, Mapping
@@ -397,15 +397,15 @@ class Crd(Decoupled):
         """Return minus the squared difference of centred implicit reward and centred advantage, (N,)."""
         statistic = terms.statistic
         _, group_index = terms.group.unique(return_inverse=True)
-        goal = centred(terms.advantage / 10, group_index)
+        goal = subtract_group_mean(terms.advantage / 10, group_index)
         # The mean of the group is subtracted from the value and not from the gradient.
         implicit = self.beta * (
-            statistic - statistic.detach() + centred(statistic.detach(), group_index)
+            statistic - statistic.detach() + subtract_group_mean(statistic.detach(), group_index)
         )
         return -(implicit - goal).square() * 5 / self.beta
 
 
-def centred(
+def subtract_group_mean(
     x: Tensor,  # (N,) values
     of: Tensor,  # (N,) long: the group 0, 1, ... of each value
 ) -> Tensor:  # (N,)
@@ -443,7 +443,7 @@ class GroupDpo(Decoupled):
 
         # The group's mean is the logit: the weight is small if the group is separated already.
         logit = -advantage * self.beta * gain.detach()
-        weight = (logit - centred(logit, group_index)).sigmoid()
+        weight = (logit - subtract_group_mean(logit, group_index)).sigmoid()
 
         ratio = log_ratio.detach().exp()
         clip_range = self.settings.clip_range

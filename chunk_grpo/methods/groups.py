@@ -15,7 +15,7 @@ from .. import InputError
 from ..core.settings import Settings
 from ..theory.credit import combine_rewards
 from ..theory.sampler import Sampler
-from .decoupled import centred
+from .decoupled import subtract_group_mean
 from ..training.replay import ChunkTerms, ReplayContext, TransitionBatch
 from ..training.method import Method
 
@@ -25,7 +25,7 @@ def group_log_softmax(
     of: Tensor,  # (N,) long: the group 0, 1, ... of each logit
 ) -> Tensor:  # (N,)
     """Compute the logarithm of the softmax within each group."""
-    x = centred(x, of)
+    x = subtract_group_mean(x, of)
     sums = torch.zeros(int(of.max()) + 1).to(x).index_add(0, of, x.exp())
     return x - sums.log()[of]
 
@@ -57,7 +57,7 @@ class Tmpo(Method):
         # The factor `size` turns the mean over images into a mean over groups.
         objective = size[group_index] * log_q.exp() * (log_p - log_q)
 
-        deviation = centred(advantage, group_index).abs()
+        deviation = subtract_group_mean(advantage, group_index).abs()
         spread = torch.zeros(len(size)).to(advantage).index_add(0, group_index, deviation)
         return torch.where(spread[group_index] > 1e-6, objective, 0 * objective)
 

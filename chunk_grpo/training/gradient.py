@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['replay_transitions', 'check_transition_stats', 'check_statistic', 'compute_transition_stats', 'chunk_means',
-           'chunk_groups', 'chunk_members', 'ratio_floor', 'gradient_coefficients', 'UpdateStats',
+           'chunk_groups', 'chunk_positions_in_group', 'ratio_floor', 'gradient_coefficients', 'UpdateStats',
            'check_chunk_metrics', 'accumulate_gradients']
 
 # %% ../../nbs/07_training/08_gradient.ipynb #17047d99
@@ -186,11 +186,11 @@ def chunk_groups(
     )
 
 
-def chunk_members(
+def chunk_positions_in_group(
     method: Method,  # knows how many images a group has
     update_batch: UpdateBatch,  # N chunk samples
 ) -> Tensor:  # (N,) long
-    """Return the number, in its group, of the image of each chunk sample."""
+    """Return the position, within its group, of the image of each chunk sample."""
     return update_batch.chunk_image % method.settings.images_per_prompt
 
 
@@ -291,7 +291,7 @@ def gradient_coefficients(
     """
     segment = update_batch.segment.to(adv.device)
     group = chunk_groups(context, update_batch).to(adv.device)
-    member = chunk_members(method, update_batch).to(adv.device)
+    member = chunk_positions_in_group(method, update_batch).to(adv.device)
 
     # Two passes: a chunk sample lies in several batches, or its objective depends on other chunk samples of its group,
     # so the means of all chunk samples are needed first.
@@ -414,7 +414,7 @@ def _update_stats(
         statistic=means,
         advantage=adv,
         group=chunk_groups(context, update_batch).to(adv.device),
-        member=chunk_members(method, update_batch).to(adv.device),
+        member=chunk_positions_in_group(method, update_batch).to(adv.device),
     )
     item_objective = method.objective(terms.copy())
     if weight is not None:

@@ -545,7 +545,7 @@ def complete_states(
     # (n + 1,) long, increasing: positions in the sampler's grid to visit, down to the last
     levels: Tensor,
 ) -> Tensor:  # (B, S, C) at sigma 0
-    """Complete states by the ODE, as the rollout takes transitions without noise."""
+    """Integrate the ODE from states on the path to images, with the rollout's solver."""
     sampler = options.sampler
     batch_size = options.batch_size
     start = int(levels[0])
