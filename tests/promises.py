@@ -43,10 +43,7 @@ ALONE = {
     "doctor": ["doctor"],
     "plan": ["plan", "tiny.yaml", "--rate", "1"],
     "train": ["train", "tiny.yaml", "--out", "new"],
-    "speed": [
-        *["speed", "chunks=1,2", "--steps", "4", "--prompts", "1", "--images", "2"],
-        *["--repeats", "1", "--out", "speed.json"],
-    ],
+    "speed": "speed chunks=1,2 --steps 4 --prompts 1 --images 2 --repeats 1 --out speed.json".split(),
     "serve-reward": ["serve-reward", "pocket-clip", "--port", "{port}"],
     "reward-env": ["reward-env", "hpsv3"],
     "study": ["study", "study", "--out", "rows", "--processes", "1", "--unplanned"],
