@@ -105,38 +105,55 @@ SMALL = [
     "eval_steps=2",
     "hybrid_split=1",
     "threads=1",
+    "steps=5",
+    "chunks=2,2",
+    "train_chunks=all",
 ]
-DAY = {  # commands of README and of the page on the demo, in the order of a day -> words that make them shorter
-    "plan": [],
+ON_RUNS = {  # commands of README and of the page on the demo, in the order of a day -> words that make them shorter
     "train pocket/demo seed=0": [*SMALL, "--no-report"],
     "train pocket/demo seed=1": SMALL,
-    "evaluate runs/seed-0": [],
+    "evaluate runs/seed-0": ["eval_images=2"],
     "evaluate runs/one": [],
     "sample": [],
     "compare": [],
-    "profile": ["--prompts", "1", "--images", "1"],
+}
+ALONE = {
+    "plan": [],
+    "profile": ["--steps", "5,10", "--prompts", "1", "--images", "1"],
     "speed": ["chunks=1,2", "--prompts", "1", "--images", "2", "--steps", "4", "--repeats", "1"],
     "methods": [],
     "presets": [],
     "doctor": [],
 }
 ELSEWHERE = ("train paper/eight-gpu-full", "study explain")  # small in test_gpu_host and test_study
+LINES = [line.removeprefix("chunk-grpo ") for line in commands_in(f"{README}\n{DEMO}")]
+
+
+def line_of(start: str) -> str:
+    """The one command that begins so."""
+    (line,) = [line for line in LINES if line.startswith(start)]
+    return line
+
+
+def test_every_command_of_the_readme_has_a_test():
+    assert not [line for line in LINES if not line.startswith((*ON_RUNS, *ALONE, *ELSEWHERE))]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("start", ALONE)
+def test_a_command_of_the_readme_runs(tmp_path, start):
+    run(*shlex.split(line_of(start), comments=True), *ALONE[start], cwd=tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_the_commands_of_the_readme_run(tmp_path):
+def test_the_commands_of_the_readme_on_runs_run(tmp_path):
     """As they stand there, in one folder, and those that its comments name on what they left."""
     (tmp_path / "few.txt").write_text("a red star\na blue ring\n")
-    lines = [line.removeprefix("chunk-grpo ") for line in commands_in(f"{README}\n{DEMO}")]
-    assert not [line for line in lines if not line.startswith((*DAY, *ELSEWHERE))], (
-        "a command that no test runs"
-    )
-    for start, less in DAY.items():
-        (line,) = [line for line in lines if line.startswith(start)]
+    for start, less in ON_RUNS.items():
         if start == "compare":
             shutil.copytree(tmp_path / "runs/one", tmp_path / "runs/two")
-        run(*shlex.split(line, comments=True), *less, cwd=tmp_path)
+        run(*shlex.split(line_of(start), comments=True), *less, cwd=tmp_path)
     for line in (
         "report runs/one",
         "tables runs/one",
