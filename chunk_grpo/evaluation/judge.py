@@ -60,14 +60,18 @@ class Judge:
 
     def api_key(self) -> str | None:  # None: the endpoint needs none
         """Check the settings and look up the key; raise InputError if one is wrong or missing."""
-        url = httpx.URL(self.base_url)
+        wanted = (
+            "`base_url` must be http:// or https:// with a host and without a user's name, such as "
+            "http://127.0.0.1:8000/v1"
+        )
+        try:
+            url = httpx.URL(self.base_url)
+        except httpx.InvalidURL:  # its words may hold a password
+            raise InputError(f"{wanted}; got one that is no address") from None
         if url.scheme not in ("http", "https") or not url.host or url.userinfo:
             # User information may hold a password, so the error does not show it.
             got = "one with a user's name" if url.userinfo else repr(self.base_url)
-            raise InputError(
-                f"`base_url` must be http:// or https:// with a host and without a user's name, such as "
-                f"http://127.0.0.1:8000/v1; got {got}"
-            )
+            raise InputError(f"{wanted}; got {got}")
         minima = {
             "max_concurrency": 1,
             "retries": 0,
