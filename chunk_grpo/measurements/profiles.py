@@ -159,14 +159,16 @@ def _measure_distances_by_size(
     former = policy.resolution
     order = []  # positions among the P prompts, in the order of measurement
     measured: dict[str, list[Tensor]] = {name: [] for name in DISTANCE_KINDS}
-    for size in dict.fromkeys(sizes):
-        of_size = [i for i, own in enumerate(sizes) if own == size]
-        policy.set_resolution(size)
-        found = measure_distances(policy=policy, chosen=[chosen[i] for i in of_size], **rest)
-        for name in DISTANCE_KINDS:
-            measured[name].append(found[name])
-        order += of_size
-    policy.set_resolution(former)
+    try:
+        for size in dict.fromkeys(sizes):
+            of_size = [i for i, own in enumerate(sizes) if own == size]
+            policy.set_resolution(size)
+            found = measure_distances(policy=policy, chosen=[chosen[i] for i in of_size], **rest)
+            for name in DISTANCE_KINDS:
+                measured[name].append(found[name])
+            order += of_size
+    finally:
+        policy.set_resolution(former)
     place = torch.tensor(order).argsort()
     return {name: torch.cat(parts)[place] for name, parts in measured.items()}
 
