@@ -27,7 +27,7 @@ PROMPTS = ["a red star", "two cats left of three dogs, a photo of the green squa
 
 
 def prepare(model, accelerator, sharded):
-    """The policy within its wrapper, and as much work as an update has, a prompt a process."""
+    """Wrap the policy, and build the work of one update, with one prompt per process."""
     if not sharded:
         model.module = accelerator.prepare(model.transformer)
     rank = accelerator.process_index
@@ -47,7 +47,7 @@ def prepare(model, accelerator, sharded):
 
 
 def updates(model, accelerator, sharded):
-    """Latents, and the gradients of two updates on the same weights: several forwards, of which the last shares them out."""
+    """Return the latents, and the gradients of two updates on the same weights, whose last pass exchanges them."""
     context, work = prepare(model, accelerator, sharded)
 
     def sync(last):
@@ -72,7 +72,7 @@ def updates(model, accelerator, sharded):
 
 
 def base_in_shards(model, processes):
-    """Whether this process holds an equal share of the base, to a row of each weight, and all of the adapter."""
+    """Return True if this process holds its share of the base, to a row per weight, and the whole adapter."""
     base = [p for name, p in model.transformer.named_parameters() if ".lora_" not in name]
     held = sum(p.to_local().numel() for p in base)
     rows = sum(p[0].numel() for p in base)
@@ -81,7 +81,7 @@ def base_in_shards(model, processes):
 
 
 def main(folders):
-    """Say of every family and way whether the processes have the same gradient, twice."""
+    """Print for every family and way whether the processes have the same gradient in two updates."""
     accelerator = Accelerator(cpu=True)
     said = {}
     for name, folder in folders.items():
@@ -111,7 +111,7 @@ def main(folders):
                     apart = (one - whole[1]).norm() / whole[1].norm()
                     assert apart < 1e-4, f"another gradient, by {apart}"
                 whole = latents, one
-            except Exception as error:  # all of them are told together
+            except Exception as error:  # the test shows all of them together
                 said[f"{name} {way}"] = str(error).strip().splitlines()[0]
     if accelerator.is_main_process:
         print("SAID " + json.dumps(said))

@@ -162,7 +162,7 @@ def random_policy(
             usual = torch.get_default_dtype()
             with torch.random.fork_rng(), self.device:
                 torch.manual_seed(0)
-                dtypes = weights, self.dtype
+                dtypes = weights, prompt_embeds.encoder_dtype(self.dtype)
                 for name, network_config, dtype in zip(
                     self.network_classes, configs, dtypes, strict=True
                 ):

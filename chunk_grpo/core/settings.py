@@ -159,8 +159,8 @@ class _DrawingSettings(BaseModel):
         720,
         "pixels",
         _TABLE_6,
-        "Size of the images in training: the side length of a square, or [height, width]; of a list of several [height, "
-        "width] each prompt of an iteration is drawn one.",
+        "Size of the images in training: the side length of a square, [height, width], or a list of several [height, "
+        "width], of which one is drawn for each prompt of an iteration.",
         takes=_SIZES_WORDS,
         le=None,  # `_check_resolutions` checks the limits of both sides
     )

@@ -4,12 +4,13 @@
 
 # %% auto #0
 __all__ = ['images_per_iteration', 'transitions_per_image', 'IterationCounts', 'iteration_counts', 'forwards_per_image',
-           'forward_backward_cost', 'iteration_flops', 'held_out_prompts', 'is_prompt_list_here', 'evaluation_forwards',
-           'evaluation_flops']
+           'forward_backward_cost', 'iteration_flops', 'held_out_prompts', 'is_prompt_list_here', 'EvaluationForwards',
+           'EvaluationFlops', 'evaluation_forwards', 'evaluation_flops']
 
 # %% ../../nbs/06_planning/00_counts.ipynb #1ba1083b
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from .. import InputError
 from ..core.settings import Settings, guidance_scales, training_sizes
@@ -148,27 +149,36 @@ def is_prompt_list_here(source: str) -> bool:
     return source.startswith("pocket:") or is_prompt_list(split_prompt_column(source)[0])
 
 
-def evaluation_forwards(settings: Settings) -> dict[str, tuple[int, int, tuple]]:
-    """Return what the evaluation after a run samples, with the ODE and as in training.
+class EvaluationForwards(NamedTuple):
+    """What the evaluation after a run samples in one way: with the ODE, or as in training."""
 
-    The values are arms, forward passes per image, and the images' sizes.
-    """
+    arms: int  # such as the base and the trained weights
+    per_image: int  # forward passes
+    sizes: tuple[int | tuple[int, int], ...]  # each a side length or (height, width), pixels
+
+
+class EvaluationFlops(NamedTuple):
+    """The operations of a run's evaluations."""
+
+    once: float  # of one evaluation during training
+    times: int  # evaluations during training
+    last: float  # of the evaluation after the run
+
+
+def evaluation_forwards(settings: Settings) -> dict[str, EvaluationForwards]:
+    """Count what the evaluation after a run samples; the keys are "ODE" and "as trained"."""
     (_, training_scale), (_, evaluation_scale) = guidance_scales(settings)
     ode_arms = 2 + (0 < settings.hybrid_split < settings.eval_steps)
     ode_passes = settings.eval_steps * (1 + (evaluation_scale > 1))
     sde_passes = settings.steps * (1 + (training_scale > 1))
     return {
-        "ODE": (ode_arms, ode_passes, (settings.eval_resolution,)),
-        "as trained": (2, sde_passes, training_sizes(settings)),
+        "ODE": EvaluationForwards(ode_arms, ode_passes, (settings.eval_resolution,)),
+        "as trained": EvaluationForwards(2, sde_passes, training_sizes(settings)),
     }
 
 
-def evaluation_flops(settings: Settings, config: ModelConfig) -> tuple[float, int, float]:
-    """Return the operations of a run's evaluations.
-
-    The values are the operations of one evaluation during training, the number of such
-    evaluations, and the operations of the evaluation after the run.
-    """
+def evaluation_flops(settings: Settings, config: ModelConfig) -> EvaluationFlops:
+    """Count the operations of a run's evaluations; of the last, those of one prompt if its file does not exist here."""
     _, (_, scale) = guidance_scales(settings)
     forward = forward_flops(config, settings.eval_resolution, settings.max_tokens) * (
         1 + (scale > 1)
@@ -178,11 +188,11 @@ def evaluation_flops(settings: Settings, config: ModelConfig) -> tuple[float, in
     prompts = len(held_out_prompts(settings)) or 1  # 1: their file does not exist here
     images = prompts * settings.eval_images
     last = sum(
-        images * arms * forwards * mean_forward_flops(config, sizes, settings.max_tokens)
-        for arms, forwards, sizes in evaluation_forwards(settings).values()
+        images
+        * way.arms
+        * way.per_image
+        * mean_forward_flops(config, way.sizes, settings.max_tokens)
+        for way in evaluation_forwards(settings).values()
     )
-    return (
-        settings.eval_count * settings.eval_images * arms * settings.eval_steps * forward,
-        times,
-        last,
-    )
+    once = settings.eval_count * settings.eval_images * arms * settings.eval_steps * forward
+    return EvaluationFlops(once, times, last)

@@ -168,13 +168,13 @@ def describe_counts(
     # What the evaluation after the run samples.
     draws = evaluation_forwards(settings)
     images_per_arm = (prompts or 1) * settings.eval_images
-    arms = sum(n for n, _, _ in draws.values())
-    forwards = {kind: images_per_arm * n * steps for kind, (n, steps, _) in draws.items()}
-    pixels = {
-        kind: f"{sizes[0]} px" if len(sizes) == 1 else format_resolution(settings.resolution)
-        for kind, (_, _, sizes) in draws.items()
+    arms = sum(way.arms for way in draws.values())
+    forwards = {kind: images_per_arm * way.arms * way.per_image for kind, way in draws.items()}
+    sizes = {
+        "ODE": format_resolution(settings.eval_resolution),
+        "as trained": format_resolution(settings.resolution),
     }
-    parts = ", ".join(f"{forwards[kind]:,} {kind} at {pixels[kind]}" for kind in draws)
+    parts = ", ".join(f"{forwards[kind]:,} {kind} at {sizes[kind]}" for kind in draws)
     what = f"{prompts:,} prompts" if prompts else "each prompt (their file is not here)"
     rows.append(
         (
@@ -186,17 +186,17 @@ def describe_counts(
     return rows
 
 # %% ../../nbs/06_planning/05_plan.ipynb #557666af
-# changes of settings that take less memory, those first that change least
+# changes of settings that take less memory, those first that affect the training least
 _SAVINGS = (
     {"vae_tiling": True},
     {"latents_on": "host"},
-    {"latents_dtype": "bfloat16"},
     {"sharding": "fsdp"},
-    {"optimizer": "adamw-8bit"},
     {"gradient_checkpointing": True},
     {"update_batch": 1},
     {"rollout_batch": 1},
     {"reward_options": "elsewhere"},  # see `_reward_elsewhere`
+    {"latents_dtype": "bfloat16"},
+    {"optimizer": "adamw-8bit"},
     {"quantization": "int8"},
     {"lora_rank": 32},
 )
@@ -348,7 +348,10 @@ def _describe_device(
         )
     )
 
-    # Time, and whether anything of it was measured.
+    # Time, what it leaves out, and whether anything of it was measured.
+    left_out = "decoding and rewards"
+    if settings.sharding != "none":
+        left_out = "decoding, rewards and the exchange of sharded weights"
     speed = rate * 1e12 * shares["evaluation"].value * processes
     spent = ", ".join(f"{phase} {_duration(seconds)}" for phase, seconds in phases.items())
     evaluation_time = _duration(last / speed)
@@ -365,8 +368,8 @@ def _describe_device(
         ),
         (
             "time of the run",
-            f"{_duration(iteration * settings.iterations + once * times / speed)} with evaluations, without "
-            "decoding and rewards",
+            f"{_duration(iteration * settings.iterations + once * times / speed)} with evaluations, "
+            f"without {left_out}",
         ),
         ("time to evaluate it", evaluation_time),
         ("measured", measured),
@@ -463,7 +466,7 @@ def describe_estimates(
         rows.append(("adapted layers", layers))
     sizes = training_sizes(settings)
     forward = _amount(mean_forward_flops(config, sizes, settings.max_tokens), "FLOP")
-    mean_of = "at" if len(sizes) == 1 else "in the mean of"
+    mean_of = "at" if len(sizes) == 1 else "on average over"
     phases = [f"{phase} {_amount(flops, 'FLOP')}" for phase, flops in numbers["flops"].items()]
     rows += [
         ("one forward", f"{forward} {mean_of} {format_resolution(settings.resolution)}"),
@@ -539,7 +542,7 @@ def describe_measured(
     work = {}  # operations by phase
     if config is not None:
         work = iteration_flops(fit_update_batch(config, settings), config, counts)
-        work["evaluate"] = evaluation_flops(settings, config)[0]
+        work["evaluate"] = evaluation_flops(settings, config).once
     table = []
     for phase in dict.fromkeys(name for seconds in measured for name in seconds):
         times = [seconds[phase] for seconds in measured if phase in seconds]

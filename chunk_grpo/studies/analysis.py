@@ -116,10 +116,14 @@ def provenance_note(rows: Sequence[Mapping]) -> str:
     for commit in commits:
         suffix = "-dirty" if commit.endswith("-dirty") else ""
         short_commits.append(commit[:8] + suffix)
-    machines = dict.fromkeys(
-        f"{row['machine']['processor']} with {row['machine']['cores']} cores" for row in rows
-    )
-    note = f"{len(rows)} runs, code at {', '.join(short_commits)}, on {', '.join(machines)}. {earlier_model_note(rows)}"
+    machines = []
+    for row in rows:
+        cores = row["machine"]["cores"]
+        plural = "s" if cores != 1 else ""
+        machines.append(f"{row['machine']['processor']} with {cores} core{plural}")
+    code = ", ".join(short_commits)
+    hardware = ", ".join(dict.fromkeys(machines))
+    note = f"{len(rows)} runs, code at {code}, on {hardware}. {earlier_model_note(rows)}"
     return note.strip() if rows else ""
 
 # %% ../../nbs/13_studies/03_analysis.ipynb #872b5369
