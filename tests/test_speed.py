@@ -174,6 +174,11 @@ def test_a_wrong_model_is_one_sentence():
     assert "`--model` must be pocket, flux-size, a settings file or a preset" in done.stderr
 
 
+def test_sharded_weights_are_not_measured_as_if_they_were_whole():
+    with pytest.raises(InputError, match="`sharding` must be none in a measurement.*; got fsdp"):
+        speed.load_workload_settings("machines/8x80gb-full-flux1-dev", {"chunks": "4,4,4,4"})
+
+
 @pytest.mark.parametrize(
     "change, sentence", [("chunks=profile", "`chunks` must be sizes"), ("steps=9", "`chunks`")]
 )

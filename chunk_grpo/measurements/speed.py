@@ -223,7 +223,8 @@ def load_workload_settings(
 ) -> Settings:
     """Return the settings of a measurement.
 
-    Raises InputError if there are none of that name, if their chunks are not fixed, or if images have several sizes.
+    Raises InputError if there are none of that name, if their chunks are not fixed, if images have several sizes, or if
+    weights are sharded.
     """
     if (
         model not in _WORKLOADS
@@ -243,6 +244,10 @@ def load_workload_settings(
         raise InputError(
             f"`resolution` must be one size in a measurement; got {format_resolution(settings.resolution)}"
         )
+    if settings.sharding != "none":
+        raise InputError(
+            f"`sharding` must be none in a measurement, which is one process; got {settings.sharding}"
+        )
     return settings
 
 
@@ -251,7 +256,13 @@ def load_workload_policy(
     *configs: dict,  # for flux-size, see `RandomFluxPolicy`
 ) -> Policy:
     """Load the policy that the settings name, or create it if the model is flux-size."""
-    training_names = ("lora_rank", "lora_targets", "gradient_checkpointing", "seed")
+    training_names = (
+        "lora_rank",
+        "lora_targets",
+        "lora_alpha",
+        "gradient_checkpointing",
+        "seed",
+    )
     training_options = {name: getattr(settings, name) for name in training_names}
     if settings.model != "flux-size":
         model_names = (
@@ -259,6 +270,7 @@ def load_workload_policy(
             "max_tokens",
             "guidance",
             "true_cfg_scale",
+            "vae_tiling",
             "dtype",
             "compile",
             "attention",
