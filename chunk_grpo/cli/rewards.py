@@ -54,7 +54,7 @@ def serve_reward(
     secret = os.environ.get(token) if token else None
     if token and not secret:
         raise InputError(
-            f"token: the environment variable {token} is empty; it must hold the token."
+            f"`--token` must name an environment variable that holds the token; {token} is empty"
         )
     from chunk_grpo.reward_serving import placement, server  # here, since it imports torch
 

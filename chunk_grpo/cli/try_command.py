@@ -57,7 +57,7 @@ def try_command(
     ] = "referee",
 ):
     """Check, tune and test a method of yours, and rank it."""
-    # These here, since they import torch.
+    # Imported here, since they import torch.
     from chunk_grpo.reporting.reports import write_report
     from chunk_grpo.studies import try_method as trying
 
