@@ -147,9 +147,9 @@ def evaluate(
         )
     if run is None and not (images and benchmark):
         raise InputError(
-            "benchmark: --images needs --benchmark; got none."
+            "`--images` needs a benchmark in `--benchmark`; got none"
             if images
-            else "RUN: got nothing; allowed is a run folder, or --benchmark with --images."
+            else "`evaluate` needs a run folder, or `--images` with `--benchmark`; got neither"
         )
     if run is not None and not images:
         check_trust(run, trust, overrides or ())

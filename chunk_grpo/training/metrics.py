@@ -174,6 +174,8 @@ def collect_metrics(
     def grouped(x: Tensor) -> Tensor:  # (P, G)
         return gather(x.to(device)).cpu().reshape(-1, settings.images_per_prompt)
 
+    # A skipped step has an infinite norm and moved nothing, so the mean is that of the steps taken.
+    norms_of_steps = [norm for norm in norms if np.isfinite(norm)] or norms
     largest = grouped(rollout.advantage.reshape(len(rollout.advantage), -1).abs().amax(1))
     groups = {name: grouped(x) for name, x in rollout.scores.items()}
     mean, se = mean_se(next(iter(groups.values())).mean(1), texts)
@@ -189,7 +191,7 @@ def collect_metrics(
             for name, x in zip(IMAGE_STATISTICS, rollout.statistics.T.contiguous(), strict=True)
         },
         **items,
-        "grad_norm": sum(norms) / len(norms),
+        "grad_norm": sum(norms_of_steps) / len(norms_of_steps),
         "lr": state.optimizer.param_groups[0]["lr"],
         "images": largest.numel(),
         "transitions_trained": int(trained.sum()),
