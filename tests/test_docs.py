@@ -191,6 +191,7 @@ PICTURE = nbformat.v4.new_output("display_data", {"image/png": ""})
         ("#| export\nimport torch", [], "Imports"),
         ("#| export\ndef f():\n    return 1", [], None),
         ("#| export\ndef f():\n" + "    g()\n" * 12, [], "Code of the package: f"),
+        ("#| export\n#| open\ndef f():\n" + "    g()\n" * 12, [], None),
         (
             "#| export\ndef _f():\n" + "    g()\n" * 12 + "class G: ...",
             [],

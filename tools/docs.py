@@ -221,8 +221,11 @@ def folded_words(
 ) -> str:
     """Return the words on the line that opens a folded cell; empty for a cell that is open.
 
-    What the package holds is folded unless it is short: pages show how it is used.
+    What the package holds is folded unless it is short: pages show how it is used. A page decides otherwise by
+    `#| fold` or `#| open` at the top of a cell.
     """
+    if "open" in directives:
+        return ""
     if "fold" in directives:
         return "Code"
     words = folded(source, outputs)
