@@ -125,7 +125,8 @@ ALONE = {
     "presets": [],
     "doctor": [],
 }
-ELSEWHERE = ("train paper/eight-gpu-full", "study explain")  # small in test_gpu_host and test_study
+# small in test_gpu_host, test_study and test_try
+ELSEWHERE = ("train paper/eight-gpu-full", "study explain", "try my_method.py")
 LINES = [line.removeprefix("chunk-grpo ") for line in commands_in(f"{README}\n{DEMO}")]
 
 
