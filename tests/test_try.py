@@ -421,7 +421,7 @@ def test_random_advantages_are_not_different_from_the_base(tmp_path, protocol, i
     said = summary(tmp_path, protocol, invent, RANDOM, gain)
     assert "not different from the base" in said and "behind steps" in said
     page = (tmp_path / "out/page.md").read_text()
-    assert "This is no sandbox" in page and "has rank" in page
+    assert "It is no sandbox" in page and "has rank" in page
     assert "power" in said and "smallest effect of interest is 10% of the gain of steps" in said
 
 
