@@ -38,7 +38,7 @@ RUN = """#!/usr/bin/env bash
 # Installs what is missing here into a folder of its own, then runs the checks that have no result yet.
 set -euo pipefail
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
-root="$(cd "$here" && git rev-parse --show-toplevel 2>/dev/null || cd "$here/.." && pwd)"
+root="$(git -C "$here" rev-parse --show-toplevel 2>/dev/null || dirname "$here")"
 site="${TMPDIR:-/tmp}/chunk-grpo-site"
 cd "$root"
 export PYTHONPATH="$site:$root" PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1
