@@ -148,11 +148,11 @@ def name_table(modules: Iterable[Path]) -> dict[str, list[str]]:
 def linked_names(text: str, table: dict[str, list[str]], module: str) -> str:
     """Prose whose backticked names of the package are links; code blocks, links and headings stay as they are."""
 
-    def link(found: re.Match) -> str:
-        name = re.sub(r"\(\)$", "", found.group(1))
+    def link(match: re.Match) -> str:
+        name = re.sub(r"\(\)$", "", match.group(1))
         meant = table.get(name, [])
         meant = [full for full in meant if full == f"{module}.{name}"] or meant
-        return f"{{py:obj}}`{found.group(1)} <{meant[0]}>`" if len(meant) == 1 else found.group(0)
+        return f"{{py:obj}}`{match.group(1)} <{meant[0]}>`" if len(meant) == 1 else match.group(0)
 
     blocks = re.split(
         r"(^```.*?^```[ \t]*$|^#+ .*$|\[[^\]]*\]\([^)]*\)|\$\$.*?\$\$)",
@@ -168,11 +168,11 @@ def linked_names(text: str, table: dict[str, list[str]], module: str) -> str:
 def relinked(text: str, here: Path, sources: dict[Path, str]) -> str:
     """Markdown whose links to files lead to the site's pages; a link to a file that is not on the site is its text."""
 
-    def link(found: re.Match) -> str:
-        words, target, rest = found.groups()
+    def link(match: re.Match) -> str:
+        words, target, rest = match.groups()
         file = (here.parent / target).resolve()
         if file.suffix in (".png", ".svg"):
-            return found.group(0)
+            return match.group(0)
         if file not in sources:
             return words
         back = "../" * (len(Path(sources[here]).parts) - 1)
