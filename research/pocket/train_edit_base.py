@@ -59,11 +59,11 @@ from chunk_grpo.pocket.edits import (
 from chunk_grpo.pocket.world import render_scene
 
 RECIPE = {
-    "scenes": 6000,
-    "steps": 1500,
+    "scenes": 10000,
+    "steps": 2400,
     "batch": 128,
-    "rate": 1e-3,
-    "wrong": 0.5,
+    "rate": 2e-3,
+    "wrong": 0.25,
     "seed": 0,
 }
 SHIFT = 3.0  # of the noise levels, as for the shipped base
