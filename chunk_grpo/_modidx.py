@@ -895,6 +895,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                 'chunk_grpo/models/activations.py'),
                                                'chunk_grpo.models.activations._decode_limit': ( '03_models/activations.html#_decode_limit',
                                                                                                 'chunk_grpo/models/activations.py'),
+                                               'chunk_grpo.models.activations._largest_block_bytes': ( '03_models/activations.html#_largest_block_bytes',
+                                                                                                       'chunk_grpo/models/activations.py'),
                                                'chunk_grpo.models.activations._run_once_per_shape': ( '03_models/activations.html#_run_once_per_shape',
                                                                                                       'chunk_grpo/models/activations.py'),
                                                'chunk_grpo.models.activations._track_saved_tensors': ( '03_models/activations.html#_track_saved_tensors',
