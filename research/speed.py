@@ -149,7 +149,7 @@ def levers(b, repeats):
     paths = b.rollout()
     what = ReplayContext(b.policy, b.conditioning, paths)
     every = torch.arange(len(b.keys))
-    chosen = b.chosen(paths)
+    chosen = b.sample_chunks(paths)
     work = build_update_batch(every, chosen, b.chunks, b.settings.update_batch)
 
     def row(change, expected, before, after, note=""):

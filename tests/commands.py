@@ -2,6 +2,8 @@
 
 import functools
 import os
+import random
+import socket
 import subprocess
 import sys
 import tempfile
@@ -70,3 +72,18 @@ def run(*words, code: int = 0, **more) -> str:
     done = call(*words, **more)
     assert done.returncode == code, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
     return done.stdout + done.stderr
+
+
+def free_port() -> int:
+    """Find a port on which nobody listens, below those that a system hands out to whoever asks for any port.
+
+    So no other test is given it before its user listens on it.
+    """
+    while True:
+        port = random.SystemRandom().randrange(20_000, 32_000)
+        with socket.socket() as attempt:
+            try:
+                attempt.bind(("", port))
+            except OSError:
+                continue
+        return port

@@ -5,7 +5,6 @@ import io
 import json
 import os
 import re
-import socket
 import sys
 import tempfile
 import threading
@@ -14,6 +13,7 @@ from collections.abc import Iterable
 from contextlib import contextmanager
 from pathlib import Path
 
+from commands import free_port
 from strangers import COMMAND_LINE, watched, write_stranger
 
 from chunk_grpo.reward_serving.placement import ENVIRONMENTS_DIR
@@ -165,9 +165,7 @@ def promise(folder: Path, whose: str, command: str, words: list) -> dict:
     """A row: how the command ended, and what it read of the run, wrote, ran and contacted."""
     work = folder
     before = stamps(folder)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     places = {
         "HOME": folder / "home",
         "TMPDIR": folder / "temporary",

@@ -390,7 +390,14 @@ def browser_page(site):
             lambda url: not url.startswith((page.base, "data:")),
             lambda route: (page.wrong.append(f"asked {route.request.url}"), route.abort()),
         )
-        page.on("requestfailed", lambda request: page.wrong.append(f"failed {request.url}"))
+        # The browser gives up what it still loads when the next page is opened.
+        page.on(
+            "requestfailed",
+            lambda request: (
+                request.failure != "net::ERR_ABORTED"
+                and page.wrong.append(f"failed {request.url}: {request.failure}")
+            ),
+        )
         page.on(
             "response",
             lambda answer: (

@@ -24,6 +24,7 @@ ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 KEPT = ROOT / "runs/results/images/demo"
 sys.path.insert(0, str(ROOT / "tools"))
+import gpu_results  # noqa: E402
 import readme  # noqa: E402
 
 
@@ -200,6 +201,33 @@ def test_memory_of_the_front_page_is_that_of_the_presets():
             assert settings.reward in ("hpsv3", "pickscore")
 
 
+def test_what_ran_on_a_gpu_is_what_its_files_hold():
+    text = " ".join(section("What was measured on a GPU?").split())
+    found = gpu_results.read_results()
+    assert (
+        set(found) == {1, 2} and "2 of 10 checks" in text and "Both checks count as failed" in text
+    )
+    assert {result["verdict"] for result in found.values()} == {"failed"}
+    update, ratios = (found[number]["parts"] for number in (1, 2))
+    blocks = update.pop("one double and one single block")
+    assert blocks["finite"] and blocks["cosine of gradients"] > 0.99999
+    assert all(part["finite"] for part in update.values())
+    over = [
+        part["peak_gb"] / part["planned_gb"]
+        for name, part in update.items()
+        if "with checkpointing" in name
+    ]
+    assert all(1.2 < share < 1.3 for share in over) and "a quarter more memory" in text
+    assert [name for name, part in ratios.items() if "failed" in part] == ["bfloat16, compiled"]
+    largest = max(
+        batch["steps, largest"]
+        for part in ratios.values()
+        for name, batch in part.items()
+        if name.startswith("replay")
+    )
+    assert largest < 3e-7 and "within 3e-7 of 1" in text
+
+
 def test_results_say_what_was_trained_on():
     text = section("Does it work?")
     assert "The demo trains on the checker that it reports" in text
@@ -314,6 +342,7 @@ HELD = {  # the numbers of the prose that a test above holds, by what they count
     "presets": ["512", "720", "24", "80", "3", "3.5"],
     "demo": ["2", "13", "64"],
     "licence": ["2.0"],
+    "gpu": ["3", "7", "1", "2"],
 }
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import children
 import psutil
 import pytest
-from commands import command, environment, run
+from commands import command, environment, free_port, run
 from small_runs import metrics, wait_for, write
 
 from chunk_grpo.cli import main
@@ -44,9 +44,7 @@ def same(mine, theirs):
 def two(world):
     """Starts the same command on two machines."""
     started = []
-    with socket.socket() as free:
-        free.bind(("", 0))
-        port = free.getsockname()[1]
+    port = free_port()
 
     def begin(*words, **more):
         line = command(

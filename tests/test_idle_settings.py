@@ -214,3 +214,13 @@ def test_pairs_of_the_sweep_are_trained_or_rejected(method, pairs):
         if name in pairs:
             outcome = runs.try_pair(method, needed, name, value)
             assert outcome in ("trained", "rejected", None), (name, value, needed, outcome)
+
+
+def test_the_sweep_knows_whether_two_runs_trained_the_same_chunks():
+    torch.set_num_threads(1)
+    runs = sweep.Runs()
+    plain = runs.train_without("chunk", {})
+    whole = runs.train(sweep.make_settings("chunk", chunks="whole"))
+    assert sweep.chose_same_chunks("chunks", plain, plain)
+    assert not sweep.chose_same_chunks("chunks", whole, plain)
+    assert not sweep.chose_same_chunks("eta", plain, plain)  # does not choose chunks

@@ -4,7 +4,6 @@ import ast
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import zipfile
@@ -13,7 +12,7 @@ from pathlib import Path
 
 import nbformat
 import pytest
-from commands import environment, run
+from commands import environment, free_port, run
 
 from chunk_grpo import InputError
 from chunk_grpo.reporting import reports
@@ -277,9 +276,7 @@ def test_report_runs_with_this_interpreter_whatever_kernel_is_registered(tmp_pat
 @pytest.mark.slow
 def test_two_machines_execute_the_notebook_for_one_run(installed, tmp_path):
     (tmp_path / "prompts.txt").write_text("a red star\na blue ring\ntwo stars\na red square\n")
-    with socket.socket() as free:
-        free.bind(("", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     prompts = f"prompts={tmp_path}/prompts.txt eval_prompts={tmp_path}/prompts.txt"
     values = {
         "settings": "pocket/tiny",

@@ -229,6 +229,35 @@ def counted_bytes(network: policy.ModelConfig, run_settings: settings.Settings) 
     return fixed + row * run_settings.update_batch
 
 
+def test_an_update_with_checkpointing_takes_the_memory_that_is_counted(family):
+    """The peak of a forward and backward pass, gradients of weights aside, and the count: at most 15% more."""
+    network = find_model_config(family)
+    real = trainable.load_trainable_policy(
+        family, resolution=SIDE, max_tokens=TOKENS, lora_rank=4, gradient_checkpointing=True
+    )
+    rows = full_rows(real, network)
+    x = torch.stack([real.noise(torch.Generator().manual_seed(i)) for i in range(2)])
+
+    def update():
+        real.velocity(x, torch.tensor([0.9, 0.3]), rows).sum().backward()
+
+    update()  # gradients are there from now on
+    with activations.LiveBytesMode() as live:
+        update()
+    run_settings = settings.load_settings(
+        {
+            "model": family,
+            "resolution": SIDE,
+            "max_tokens": TOKENS,
+            "dtype": "float32",
+            "lora_rank": 4,
+            "update_batch": 2,
+            "gradient_checkpointing": True,
+        }
+    )
+    assert 0.98 * live.peak < counted_bytes(network, run_settings) < 1.15 * live.peak
+
+
 @contextlib.contextmanager
 def run_every_block(net, total):
     """Run every block, in place of `run_two_blocks_per_kind`."""

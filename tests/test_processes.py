@@ -2,7 +2,6 @@
 
 import json
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -10,8 +9,11 @@ import time
 import children
 import pytest
 import torch
-from commands import call, command, environment, run
+from commands import call, command, environment, free_port, run
 from small_runs import alike, metrics, trained, wait_for
+from torch.distributed.elastic.rendezvous import api as rendezvous_api
+
+from chunk_grpo.runs import launch
 
 DRAW = """
 import sys, torch
@@ -69,9 +71,7 @@ train_run(load_settings(sys.argv[1], {"iterations": 1}), sys.argv[2], say=lambda
 def test_the_process_group_outlives_what_uses_it(world, tmp_path):
     """Freed by DDP's reducer, with Python's lock held, it may wait for ever for a thread of its own that wants the lock."""
     (tmp_path / "ending.py").write_text(ENDING)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     alone = {
         "RANK": 0,
         "LOCAL_RANK": 0,
@@ -274,3 +274,16 @@ def test_a_finished_run_goes_on_with_two_processes(tmp_path):
     assert "iteration 4/4" in said and "iteration 3/4" not in said
     assert metrics(out)[:4] == before and len(metrics(out)) == 5
     assert json.loads((out / "run.json").read_text())["processes"] == 2
+
+
+@pytest.mark.slow
+def test_processes_meet_without_a_port_that_others_may_take(world, tmp_path, monkeypatch):
+    """The launcher listens before it names its port: a port that was free a moment ago may be another program's."""
+
+    def another_programs_port():
+        raise AssertionError("a port is named on which nobody listens yet")
+
+    monkeypatch.setattr(rendezvous_api, "get_free_port", another_programs_port)
+    monkeypatch.setenv("PYTHONPATH", environment()["PYTHONPATH"])
+    folder = launch.train(world / "s.yaml", tmp_path / "run", processes=2)
+    assert (folder / "final").is_dir()

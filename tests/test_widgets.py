@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from commands import call
+from commands import call, free_port
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -189,9 +189,7 @@ def test_frames_of_weights_that_were_not_trained_are_the_base():
 @contextlib.contextmanager
 def start_lab(folder: Path, command):
     """JupyterLab with settings of its own, by a command that takes options; the address without a path."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     own = {
         name: str(folder / name.lower())
         for name in (

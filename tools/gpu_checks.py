@@ -321,8 +321,9 @@ def check_ratio_error(small: bool, folder: Path) -> Parts:
 
     def ratios(dtype: str, transitions: int, compiled: bool) -> Measured:
         free_memory()
+        # Compiled blocks are replayed with autograd's graph, which for eight rows needs checkpointing to fit.
         settings = flux_settings(
-            small, dtype=dtype, gradient_checkpointing=False, rollout_batch=images
+            small, dtype=dtype, gradient_checkpointing=compiled, rollout_batch=images
         )
         config = gpu_models.model_config("flux", small)
         policy = gpu_models.trainable_policy(config, settings, folder / dtype)

@@ -178,9 +178,9 @@ class Trained:
     updates: list  # of all iterations, one UpdateBatch each
 
     def transitions(self) -> list[list]:
-        """Return image, step and item of each transition, update by update."""
+        """Return image, step and chunk sample of each transition, update by update."""
         return [
-            [x.tolist() for x in (update.sample, update.index, update.segment)]
+            [x.tolist() for x in (update.image, update.step, update.segment)]
             for update in self.updates
         ]
 

@@ -324,8 +324,8 @@ class Workload:
             ),
         )
 
-    def chosen(self, paths: Trajectories) -> Tensor:  # (B, k)
-        """Select the chunks that are trained."""
+    def sample_chunks(self, paths: Trajectories) -> Tensor:  # (B, k)
+        """Sample the chunks that are trained."""
         return sample_chunks(paths, self.chunks, self.settings.chunk_fraction)
 
     def update(self, paths: Trajectories) -> int:
@@ -334,7 +334,7 @@ class Workload:
         images = torch.arange(len(self.keys))
         work = build_update_batch(
             images=images,
-            chosen=self.chosen(paths),
+            chosen=self.sample_chunks(paths),
             chunks=self.chunks,
             limit=self.settings.update_batch,
         )

@@ -251,8 +251,10 @@ def _launch(
             "rdzv_endpoint": rendezvous,
             "rdzv_configs": {"rank": node_rank, "timeout": 600},
         }
-    # A shared store would keep old keys when workers restart.
-    os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    # The workers share the launcher's store. One of their own would need a second port, which another program
+    # may take before the first worker listens on it. But a shared store keeps old keys when workers restart.
+    if max_restarts:
+        os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     with temporary_folder("torchrun") as logs:
         config = LaunchConfig(
             nodes,

@@ -353,7 +353,7 @@ def verify_run(
 # %% ../../nbs/09_runs/03_verify.ipynb #91917763
 def verification_lines(
     verification: Mapping,  # of `verify_run`
-    most: int = 5,  # deviations to name
+    limit: int = 5,  # deviations to name
 ) -> list[str]:
     """Describe the answer of `verify_run` in lines of text, the answer first."""
     last, rows, weights = (
@@ -370,7 +370,7 @@ def verification_lines(
         "differs": f"differs: {repeated} were repeated",
     }
     out = [answers[verification["answer"]], *verification["changed"]]
-    for row in rows[:most]:
+    for row in rows[:limit]:
         if math.isinf(row["share"]):
             how = "not allowed to differ"
         else:
@@ -379,8 +379,8 @@ def verification_lines(
             f"{row['name']} of iteration {row['iteration']}: {row['run']} in the run, "
             f"{row['again']} again, {how}"
         )
-    if len(rows) > most:
-        out.append(f"{len(rows) - most} more numbers differ, by less")
+    if len(rows) > limit:
+        out.append(f"{len(rows) - limit} more numbers differ, by less")
     if weights:
         out.append(f"final weights: differ by {100 * weights:.2g}% of the tolerance")
     pairs = [

@@ -244,17 +244,17 @@ def format_difference(
     return format_interval(numbers, signed=True)
 
 # %% ../../nbs/13_studies/03_analysis.ipynb #5bf3d2f6
-def cost_columns(mine: Sequence[Mapping]) -> dict[str, str]:  # mine: the runs of an arm
+def cost_columns(runs: Sequence[Mapping]) -> dict[str, str]:  # runs: the runs of an arm
     """Return column -> text: the seeds and chunks of an arm, and its cost as a mean over its runs."""
-    mean = pd.DataFrame(mine)[["images", "transitions", "cpu_seconds"]].mean()
-    settings = mine[0]["settings"]
+    mean = pd.DataFrame(runs)[["images", "transitions", "cpu_seconds"]].mean()
+    settings = runs[0]["settings"]
     chunks = settings["chunks"]
     if chunks == "profile":  # the chunks that the runs measured
-        chunks = "; ".join(dict.fromkeys(row["chunks"] for row in mine)) or chunks
+        chunks = "; ".join(dict.fromkeys(row["chunks"] for row in runs)) or chunks
     if settings["train_chunks"] != "all":
         chunks += f", only {settings['train_chunks']}"
     return {
-        "seeds": str(len(mine)),
+        "seeds": str(len(runs)),
         "chunks": chunks,
         "images seen": f"{mean.images:,.0f}",
         "transitions trained": f"{mean.transitions:,.0f}",

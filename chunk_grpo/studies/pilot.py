@@ -278,15 +278,15 @@ def seeds_needed(
     effect: float,  # smallest difference of interest, in the same units
     power: float = 0.8,  # wanted probability of seeing the effect
     tests: int = 1,  # questions of the study: the level is divided by their number
-    most: int = 2000,  # largest number of seeds that is tried
-) -> int | None:  # None: more than `most`
+    limit: int = 2000,  # largest number of seeds that is tried
+) -> int | None:  # None: more than `limit`
     """Return the smallest number of seeds with which a study has this power; raise InputError if the effect is 0."""
     if not effect or spread < 0 or not 0 < power < 1:
         raise InputError(
             f"`effect` must not be 0, `spread` not below 0 and `power` between 0 and 1; got {effect}, "
             f"{spread} and {power}"
         )
-    for seeds in range(2, most + 1):
+    for seeds in range(2, limit + 1):
         if not spread or paired_power(effect / spread, seeds, 0.05 / tests) >= power:
             return seeds
     return None

@@ -88,8 +88,8 @@ def find_method(source: str) -> str:  # source: FILE.py or FILE.py:Class; return
     if names:
         module = sys.modules[import_callable(f"{path}:{names[0]}", "method").__module__]
         for name in names:
-            made = getattr(module, name, None)
-            if isinstance(made, type) and issubclass(made, Method):
+            method_class = getattr(module, name, None)
+            if isinstance(method_class, type) and issubclass(method_class, Method):
                 methods.append(name)
     if len(methods) != 1:
         defined = f"it defines {', '.join(methods)}" if methods else "it defines none"
@@ -162,9 +162,11 @@ def is_equal_budget(changes: Mapping) -> bool:  # changes: of an arm
     return not set(changes) & set(FIXED_SETTINGS)
 
 # %% ../../nbs/13_studies/07_try_method.ipynb #5651e911
-def _default_of_options(made: type) -> tuple[str, float] | None:  # made: class of a method
+def _default_of_options(
+    method_class: type,
+) -> tuple[str, float] | None:  # method_class: of a method
     """Return the first option of a class whose default is a number above 0, with that default."""
-    options = getattr(made, "Options", None)
+    options = getattr(method_class, "Options", None)
     for option in fields(options) if is_dataclass(options) else ():
         default = option.default
         if default is MISSING or isinstance(default, bool) or not isinstance(default, int | float):
@@ -175,13 +177,13 @@ def _default_of_options(made: type) -> tuple[str, float] | None:  # made: class 
 
 
 def own_grid(
-    made: type,  # class of the method
+    method_class: type,  # class of the method
     protocol: Study,  # whose reference has a grid
     changes: Mapping = {},  # settings that the method changes
 ) -> dict[str, list]:  # setting -> three values
     """Return what a method tries beside the learning rate; raise InputError if its `tuning_grid` is no such grid."""
-    declared = getattr(made, "tuning_grid", None)
-    default = _default_of_options(made)
+    declared = getattr(method_class, "tuning_grid", None)
+    default = _default_of_options(method_class)
     if declared is not None:
         is_grid = isinstance(declared, Mapping) and len(declared) == 1
         values = next(iter(declared.values())) if is_grid else ()
@@ -191,7 +193,7 @@ def own_grid(
             or len({*map(str, values)}) != 3
         ):
             raise InputError(
-                f"`tuning_grid` of {made.__name__} must map one setting to three values, as every method has the "
+                f"`tuning_grid` of {method_class.__name__} must map one setting to three values, as every method has the "
                 f"same number of trials; got {format_value(declared)}"
             )
         grid = {str(name): list(values) for name, values in declared.items()}
@@ -202,7 +204,7 @@ def own_grid(
         else:
             values = [value / 2, value, value * 2]
         grid = {f"method.{name}": values}
-    elif made.has_ratio and protocol.tune_own.get(protocol.reference):
+    elif method_class.has_ratio and protocol.tune_own.get(protocol.reference):
         grid = {name: [*x] for name, x in protocol.tune_own[protocol.reference].items()}
     else:
         grid = {"updates_per_iteration": [1, 2, 4]}
@@ -472,16 +474,16 @@ def plan_content(
 ) -> dict:  # of study.yaml
     """Return the study of a try: arms, seeds, comparisons, and the grid of the method and of the reference."""
     reference = protocol.reference
-    mine = checked.name
-    if mine in protocol.arms:
-        mine = f"{mine}-of-file"
+    own_arm = checked.name
+    if own_arm in protocol.arms:
+        own_arm = f"{own_arm}-of-file"
     file, _, class_name = checked.path.rpartition(":")
-    arms = {mine: checked.changes | {"method": f"{Path(file).name}:{class_name}"}}
+    arms = {own_arm: checked.changes | {"method": f"{Path(file).name}:{class_name}"}}
     arms |= {arm: protocol.arms[arm] for arm in (reference, *others)}
-    contrasts = {f"against {reference}": [[mine, reference]]}
+    contrasts = {f"against {reference}": [[own_arm, reference]]}
     if others:
-        contrasts["against the others"] = [[mine, arm] for arm in others]
-    own = {mine: checked.grid, reference: protocol.tune_own.get(reference, {})}
+        contrasts["against the others"] = [[own_arm, arm] for arm in others]
+    own = {own_arm: checked.grid, reference: protocol.tune_own.get(reference, {})}
     kept = (
         "outcome",
         "smallest_effect",
@@ -577,11 +579,13 @@ def describe_comparison(
 def comparison_table(
     rows: Sequence[Mapping],  # of finished trials
     study: Study,  # of `plan_content`
-    mine: str,  # the arm of the method
+    own_arm: str,  # the arm of the method
 ) -> pd.DataFrame:  # family, arm, less, n, mean, lo, hi, holm, smallest, power, detectable, words
     """Compare the method with the base, with the reference, and with each other arm, on the seeds that both have."""
     gains = analysis.gains_by_seed(rows, study.outcome)
-    gain = t_intervals(gains[[mine]]).assign(family="against the base", arm=mine, less="the base")
+    gain = t_intervals(gains[[own_arm]]).assign(
+        family="against the base", arm=own_arm, less="the base"
+    )
     table = analysis.contrast_table(rows, study.contrasts, study.outcome)
     table = pd.concat([gain, table], ignore_index=True).dropna(subset=["mean"])
     smallest = study.smallest_effect * abs(float(gains[study.reference].mean()))
@@ -662,17 +666,17 @@ def summary_lines(
     quick: bool = False,
 ) -> list[str]:
     """Return the answer in a few sentences."""
-    mine = next(iter(study.arms))
-    table = comparison_table(rows, study, mine)
+    own_arm = next(iter(study.arms))
+    table = comparison_table(rows, study, own_arm)
     ranks = rank_table(rows, study.outcome)
-    rank = next(line["rank"] for line in ranks if line["arm"] == mine)
+    rank = next(line["rank"] for line in ranks if line["arm"] == own_arm)
     lines = []
     if quick:
         lines.append(
             f"QUICK: {study.seeds} seeds and a small grid. This decides nothing; run it without --quick."
         )
     lines.append(
-        f"{mine} has rank {rank} of {len(ranks)} by its mean gain in {study.outcome}, the base included."
+        f"{own_arm} has rank {rank} of {len(ranks)} by its mean gain in {study.outcome}, the base included."
     )
     for _, row in table.iterrows():
         power = "" if pd.isna(row.power) else f"; power {row.power:.2f}"
@@ -696,8 +700,8 @@ def page_text(
 ) -> str:
     """Return the page of a try as Markdown."""
     study = load_study(plan)
-    mine = next(iter(study.arms))
-    table = comparison_table(rows, study, mine)
+    own_arm = next(iter(study.arms))
+    table = comparison_table(rows, study, own_arm)
     tuned = read_tuned(plan)
     settings = []
     for arm, best in tuned.items():
@@ -711,7 +715,7 @@ def page_text(
                 "at the end of the grid": ", ".join(best["edge"]),
             }
         )
-    changes = [f"{k}={v}" for k, v in study.arms[mine].items() if k != "method"]
+    changes = [f"{k}={v}" for k, v in study.arms[own_arm].items() if k != "method"]
     others = ""
     if left_out:
         others = (
@@ -731,7 +735,7 @@ def page_text(
         f"Arms whose comparison says *not different* may change places with other seeds.{others}",
         "## How it was run",
         f"The protocol is that of the study {protocol}: {study.seeds} seeds from {study.first_seed} on, after tuning with "
-        f"{study.tune_seeds} other seeds on {study.tune_prompts}. {mine} changes "
+        f"{study.tune_seeds} other seeds on {study.tune_prompts}. {own_arm} changes "
         f"{', '.join(changes) or 'nothing but the method'}. {analysis.provenance_note(rows)} "
         "The plan was not committed before the runs, so they are exploratory.",
         markdown_table(settings) if settings else "",
@@ -797,7 +801,7 @@ def _make_plan(
     others = [arm for arm in candidates if is_equal_budget(study.arms[arm])]
     plan = out / "plan"
     content = plan_content(study, checked, others, quick)
-    mine = next(iter(content["arms"]))
+    own_arm = next(iter(content["arms"]))
     theirs = {arm: tuned[arm] for arm in (study.reference, *others) if arm in tuned}
     write_plan(plan, content, protocol, checked.path)
     if others:
@@ -819,7 +823,7 @@ def _make_plan(
     tuning = content | {
         "arms": {arm: content["arms"][arm] for arm in to_tune},
         "tune_own": {arm: grid for arm, grid in content["tune_own"].items() if arm in to_tune},
-        "reference": mine,
+        "reference": own_arm,
         "contrasts": {},
     }
     write_plan(out / "tuning" / "plan", tuning, protocol, checked.path)

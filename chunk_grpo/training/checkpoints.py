@@ -119,9 +119,9 @@ def _save_parts(folder: Path, groups: Groups) -> dict[str, str]:
     distributed.save(
         named, storage_writer=distributed.HuggingFaceStorageWriter(name[0], save_distributed=True)
     )
-    mine = sorted(Path(name[0]).iterdir())[dist.get_rank() :: dist.get_world_size()]
+    own_files = sorted(Path(name[0]).iterdir())[dist.get_rank() :: dist.get_world_size()]
     found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, {file.name: sha256_of(file) for file in mine})
+    dist.all_gather_object(found, {file.name: sha256_of(file) for file in own_files})
     return {file: digest for part in found for file, digest in part.items()}
 
 

@@ -123,25 +123,30 @@ def _takes(
 
 
 def _make_method(
-    made: object,  # what the setting names
+    method_class: object,  # what the setting names
     settings: Settings,
 ) -> Method:
     """Make a method of the settings; raise InputError if its class cannot be made of them."""
-    if not (isinstance(made, type) and issubclass(made, Method)):
+    if not (isinstance(method_class, type) and issubclass(method_class, Method)):
         raise InputError(
             f"`method` must name a class on chunk_grpo.training.method.Method; got {settings.method}"
         )
-    if inspect.isabstract(made):
-        lacking = ", ".join(f"`{name}`" for name in sorted(made.__abstractmethods__))
-        raise _wrong(made, "__init__", f"cannot make it: it is abstract and has no {lacking}")
-    if words := _takes(made, Method):
-        raise _wrong(made, "__init__", words)
+    if inspect.isabstract(method_class):
+        lacking = ", ".join(f"`{name}`" for name in sorted(method_class.__abstractmethods__))
+        raise _wrong(
+            method_class, "__init__", f"cannot make it: it is abstract and has no {lacking}"
+        )
+    if words := _takes(method_class, Method):
+        raise _wrong(method_class, "__init__", words)
     method = call_user_code(
-        made, settings, fault=lambda name, words: _wrong(made, name, words), name="__init__"
+        method_class,
+        settings,
+        fault=lambda name, words: _wrong(method_class, name, words),
+        name="__init__",
     )
     if not isinstance(method, Method):
         raise _wrong(
-            made, "__new__", f"must return the method; it returns a {type(method).__name__}"
+            method_class, "__new__", f"must return the method; it returns a {type(method).__name__}"
         )
     if gone := [
         name
@@ -149,7 +154,9 @@ def _make_method(
         if not hasattr(method, name)
     ]:
         raise _wrong(
-            made, "__init__", f"must call super().__init__(settings); the method has no `{gone[0]}`"
+            method_class,
+            "__init__",
+            f"must call super().__init__(settings); the method has no `{gone[0]}`",
         )
     return method
 
@@ -223,16 +230,18 @@ def _check_chunks(
 
         if words := _takes(method.chunker, lambda profile: None):
             raise fault("", words)
-        made = call_user_code(method.chunker, profile, fault=fault, name="")
-        sizes = getattr(made, "sizes", made)
+        returned = call_user_code(method.chunker, profile, fault=fault, name="")
+        sizes = getattr(returned, "sizes", returned)
         try:
             sizes = [*sizes]
         except TypeError:
             raise fault(
-                "", f"must return sizes of chunks; it returned a {type(made).__name__}"
+                "", f"must return sizes of chunks; it returned a {type(returned).__name__}"
             ) from None
         if any(type(size) is not int or size < 1 for size in sizes) or sum(sizes) != count:
-            shown = describe_value(made) if isinstance(made, Tensor) else f"{made!r:.80}"
+            shown = (
+                describe_value(returned) if isinstance(returned, Tensor) else f"{returned!r:.80}"
+            )
             raise fault(
                 "",
                 f"must return whole sizes that add up to the {count} transitions; it returned {shown}",
@@ -326,8 +335,8 @@ def _check_surrogate(method: Method) -> None:
 def load_method(settings: Settings) -> Method:
     """Return the method that the settings name; raise InputError if there is none, or if it rejects them."""
     of = METHODS.get(settings.method, {"class": settings.method}).get("class")
-    made = import_callable(of, "method") if of else Method
-    method = _make_method(made, settings)
+    method_class = import_callable(of, "method") if of else Method
+    method = _make_method(method_class, settings)
     own = settings.method not in METHODS
     if own:
         _check_attributes(method)

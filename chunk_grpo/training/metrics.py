@@ -52,13 +52,18 @@ def above_base_metrics(
     """Compute how far training is above the base on the prompts of all processes, from the same noise."""
     settings = state.settings
 
-    def pairs(x: Tensor, images: int) -> Tensor:  # (P, n) of all processes
+    def gather_pairs(
+        x: Tensor,  # scores of this process
+        images: int,  # per prompt, in `x`
+    ) -> Tensor:  # (P, n) of all processes: the images that share their noise with one of the base
+        """Gather the scores and keep those of the images that form pairs."""
         gathered: Any = state.accelerator.gather(x.to(state.accelerator.device))
         return gathered.cpu().double().reshape(-1, images)[:, : settings.baseline_images]
 
     above = {
         name: (
-            pairs(x, settings.images_per_prompt) - pairs(base[name], settings.baseline_images)
+            gather_pairs(x, settings.images_per_prompt)
+            - gather_pairs(base[name], settings.baseline_images)
         ).mean(1)
         for name, x in scores.items()
     }
