@@ -544,3 +544,14 @@ def test_a_page_is_cut_into_sections_that_a_search_can_show():
             "code": "def open_lid lid pass",
         },
     ]
+
+
+@pytest.mark.slow
+@pytest.mark.browser
+@pytest.mark.parametrize("name", ["00_theory/02_chunks", "00_theory/05_dynamics", "findings/speed"])
+def test_the_figure_of_a_page_is_seen_before_scrolling(browser_page, name):
+    """These pages make their figure further below; it is shown again below the first paragraph."""
+    browser_page.set_viewport_size({"width": 1280, "height": 900})
+    browser_page.goto(f"{browser_page.base}{name}.html")
+    figure = browser_page.locator(".bd-article img.figure:visible").first
+    assert figure.bounding_box()["y"] < 800

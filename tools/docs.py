@@ -356,7 +356,7 @@ def with_lead(cells: list[nbformat.NotebookNode]) -> list[nbformat.NotebookNode]
     place = re.search(r' id="([^"]+)"', html)
     caption = f'<p class="caption">From <a href="#{place[1]}">below on this page</a>.</p>'
     figure = nbformat.v4.new_code_cell(
-        "",
+        "# The figure again",  # not shown; myst-nb leaves out cells without a source
         outputs=[
             nbformat.v4.new_output(
                 "display_data", {"text/html": html.replace(place[0], "") + caption}
