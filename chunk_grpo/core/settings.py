@@ -651,6 +651,8 @@ REWARD_LOADERS = {  # name -> module:function that loads it
     "pocket-warm": "chunk_grpo.pocket.geneval:PocketWarm",
     "pocket-low": "chunk_grpo.pocket.taste:PocketLow",
     "pocket-low-pixels": "chunk_grpo.pocket.taste:PocketLowPixels",
+    "pocket-edit": "chunk_grpo.pocket.edits:PocketEdit",
+    "pocket-edit-consistency": "chunk_grpo.pocket.edits:PocketEditConsistency",
     "incompressibility": "chunk_grpo.rewards.rewards:incompressibility",
     "compressibility": "chunk_grpo.rewards.rewards:compressibility",
     "hpsv3": "chunk_grpo.rewards.hpsv3:load_hpsv3",

@@ -48,7 +48,7 @@ from chunk_grpo.core.settings import (
     uses_true_cfg,
 )
 from ..core.validation import format_value, parse_yaml, read_yaml_file
-from ..pocket import POCKET_MODELS, pocket_model_path
+from ..pocket import EDIT_FILES, POCKET_MODELS, PROMPT_FILES, pocket_model_path
 
 # files from which a pipeline is loaded
 _MODEL_FILES = [
@@ -923,6 +923,13 @@ def _describe_download(name: str) -> str:  # name: of a missing list of prompts,
     return f"`chunk-grpo doctor` shows the commands that download {', '.join(lists)}."
 
 
+def _shipped_list(
+    name: str,  # of a list, such as "pocket:train"
+) -> Path | None:
+    """Return the file of a list that the package ships, or None if it ships none of this name."""
+    return (PROMPT_FILES | EDIT_FILES).get(name.removeprefix("pocket:"))
+
+
 def read_prompt_records(
     source: str,  # a file of one of the _PROMPT_FILES, also as FILE:COLUMN, or "pocket:train"
     field: str = "prompts",  # the setting's name, for the error's sentence
@@ -938,11 +945,10 @@ def read_prompt_records(
     name, column = split_prompt_column(source)
     path = Path(name)
     if name.startswith("pocket:"):
-        from chunk_grpo import pocket  # the embedded default: imported only if it is used
-
-        path = pocket.PROMPT_FILES.get(name.removeprefix("pocket:"), path)
+        path = _shipped_list(name) or path
     if not is_prompt_list(path):
-        names = f"pocket:train, pocket:validation, pocket:test, pocket:test192, or a file: {', '.join(_PROMPT_FILES)}"
+        shipped = ", ".join(f"pocket:{key}" for key in (*PROMPT_FILES, *EDIT_FILES))
+        names = f"{shipped}, or a file: {', '.join(_PROMPT_FILES)}"
         raise InputError(
             f"{field}: {source!r:.200} is not a file; allowed are {names}. {_describe_download(path.stem)}"
         )
@@ -1279,9 +1285,7 @@ def find_editing_pipeline(
     if family:
         policy_class = find_family(family)
         return policy_class.pipeline if policy_class.edits_images else ""
-    if model in POCKET_MODELS:
-        return ""
-    folder = Path(model)
+    folder = Path(pocket_model_path(model)) if model in POCKET_MODELS else Path(model)
     if not folder.is_dir():
         if "/" not in model:  # no hub id
             return ""
@@ -1320,18 +1324,20 @@ def read_model_prompts(
     pipeline = find_editing_pipeline(model, family)
     if not pipeline:
         return [prompt for _, prompt, _ in records]
-    folder = Path(split_prompt_column(source)[0]).parent
+    name = split_prompt_column(source)[0]
+    file = _shipped_list(name) if name.startswith("pocket:") else None
+    folder = (file or Path(name)).parent
     prompts: list[str] = []
     for place, prompt, record in records:
-        name = record.get("image") if isinstance(record, dict) else None
-        if not isinstance(name, str) or not name.strip():
+        image = record.get("image") if isinstance(record, dict) else None
+        if not isinstance(image, str) or not image.strip():
             raise InputError(
                 f"{field}: {source} must name an image in {place}, because {pipeline} edits images: a "
                 f'field "image" with the path of a file, relative to the list; got '
-                f"{format_value(name) if name else 'none'}."
+                f"{format_value(image) if image else 'none'}."
             )
         try:
-            prompts.append(ImagePrompt(prompt, folder / name))
+            prompts.append(ImagePrompt(prompt, folder / image))
         except ValueError as error:
             raise InputError(f"{field}: {source} must name an image in {place}; {error}.") from None
     return prompts

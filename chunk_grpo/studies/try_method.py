@@ -34,7 +34,7 @@ from ..core.statistics import t_intervals
 from ..core.user_code import code_files
 from ..core.validation import dump_yaml, format_value, parse_yaml
 from ..models.inputs import read_prompts, split_prompt_column
-from ..pocket import PROMPT_FILES
+from ..pocket import EDIT_FILES, PROMPT_FILES
 from ..reporting.tables import format_number
 from ..runs import launch, run_folder
 from . import analysis
@@ -227,7 +227,9 @@ HELD_OUT_NAMES = (
     "read_pocket_prompts",
     "read_prompts",
     "read_run_prompts",
+    "read_edit_list",
     "PROMPT_FILES",
+    "EDIT_FILES",
 )
 CAUGHT = (
     "The check rejects a string in the method's file, or in a module of yours that it imports, that names a held-out "
@@ -258,7 +260,8 @@ def held_out_lists(
     base = setting.load_settings(find_study_folder(protocol) / "base.yaml")
     sources = [base.eval_prompts, study.tune_prompts, study.evaluation.get("eval_prompts")]
     if base.prompts.startswith("pocket:"):
-        sources += [f"pocket:{split}" for split in PROMPT_FILES]
+        shipped_lists = EDIT_FILES if base.prompts.startswith("pocket:edit-") else PROMPT_FILES
+        sources += [f"pocket:{split}" for split in shipped_lists]
     training = {*read_prompts(base.prompts)}
     lists = []
     for source in dict.fromkeys(sources):
@@ -271,7 +274,9 @@ def held_out_lists(
             )
         shipped = source.removeprefix("pocket:")
         is_shipped = source.startswith("pocket:")
-        file = PROMPT_FILES[shipped] if is_shipped else Path(split_prompt_column(source)[0])
+        file = Path(split_prompt_column(source)[0])
+        if is_shipped:
+            file = (PROMPT_FILES | EDIT_FILES)[shipped]
         lists.append(HeldOutList(source, file, prompts))
     return lists
 

@@ -1,4 +1,4 @@
-"""Measure what every reward sees on images of every base of the pocket world, as a rollout draws them.
+"""Measure what every reward sees on images of every base of the pocket world that draws captions, as a rollout draws them.
 
     python research/pocket/measure_bases.py [--images 12] [--out runs/results/benchmarks/pocket_worlds.json]
 
@@ -28,6 +28,7 @@ OUT = Path(__file__).parents[2] / "runs" / "results" / "benchmarks" / "pocket_wo
 REWARDS = ("pocket-clip", "pocket-partial", "pocket-geneval", "pocket-low", "pocket-low-pixels")
 VERDICT = "pocket-geneval"
 LISTS = ("test", "test192")
+BASES = [model for model in pocket.POCKET_MODELS if model != "pocket/editing"]  # those that draw
 SEED = 77
 
 
@@ -87,10 +88,7 @@ def main() -> None:
     about = {
         "sampler": "flow, eta 0.7, 17 transitions",
         "seed": SEED,
-        "weights": {
-            model: hash_model_files(locate_model(model), MODEL_FOLDERS)
-            for model in pocket.POCKET_MODELS
-        },
+        "weights": {model: hash_model_files(locate_model(model), MODEL_FOLDERS) for model in BASES},
         "versions": machine.library_versions(),
     }
     kept = read_json(asked.out) if asked.out.is_file() else {}
@@ -100,7 +98,7 @@ def main() -> None:
         if row["images"] == asked.images
         and kept["weights"].get(row["base"]) == about["weights"][row["base"]]
     ]
-    for model in pocket.POCKET_MODELS:
+    for model in BASES:
         for split in LISTS:
             if not any((row["base"], row["prompts"]) == (model, split) for row in rows):
                 rows += measure_base(model, split, asked.images)

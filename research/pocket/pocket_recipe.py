@@ -224,6 +224,7 @@ def mean_category_accuracy(
 
 def new_tokenizer(
     kind: str,  # "clip" (begin and end marks) or "t5" (end mark)
+    more_words: Sequence[str] = (),  # get the last numbers, so that all others keep theirs
 ) -> PreTrainedTokenizerFast:
     """A word-level tokenizer for the captions of the world."""
     phrases = [
@@ -236,7 +237,9 @@ def new_tokenizer(
         *COUNT_WORDS,
     ]
     words = sorted({w for phrase in phrases for w in phrase.split()})
-    vocabulary = {w: i for i, w in enumerate(["<pad>", "<unk>", "<s>", "</s>", *words])}
+    vocabulary = {
+        w: i for i, w in enumerate(["<pad>", "<unk>", "<s>", "</s>", *words, *more_words])
+    }
     core = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     core.pre_tokenizer = pre_tokenizers.Whitespace()
     core.post_processor = processors.TemplateProcessing(
