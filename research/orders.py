@@ -58,7 +58,7 @@ def draw_one_by_one(b: Workload) -> Trajectories:
 
 def list_transitions(b: Workload, paths: Trajectories) -> list[list[tuple[int, int, float]]]:
     """The transitions that an update trains, a list a chunk: image, transition, weight in the objective."""
-    chosen = b.chosen(paths)
+    chosen = b.sample_chunks(paths)
     every = range(b.chunks.transitions)
     inside = [
         (image, every[b.chunks.slices[chunk]])

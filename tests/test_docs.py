@@ -227,7 +227,7 @@ def test_a_late_figure_is_shown_in_the_first_screen_too():
     assert [cell.source for cell in shown[:4]] == [
         "# Title",
         "First paragraph.",
-        "",
+        "# The figure again",  # not empty, or the cell would be left out
         "Second paragraph.",
     ]
     pictured = [opening[0], text("Idea.\n\n![A chunk](chunk.png)"), long, figure_cell("a")]
