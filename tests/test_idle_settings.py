@@ -46,6 +46,25 @@ REJECTED = [
     ("tempflow", {"credit_of": "gain"}, "credit_of"),
     ("steps", {"updates_per_iteration": 1, "surrogate": "par"}, "surrogate"),
     ("steps", {"updates_per_iteration": 1, "statistic": "centred"}, "statistic"),
+    ("steps", {"surrogate": "asymmetric:0.1:0.2", "clip_range": 0.5}, "clip_range"),
+    *[
+        (name, {"clip_range": 0.5}, "clip_range")
+        for name in (
+            *("dppo", "dppo-chunk", "pcpo", "elbo-epg", "elbo-pepg", "elbo-par", "v-grpo", "tmpo"),
+            *("self-opd", "nft", "nft-chunk", "crd", "crd-chunk", "best-of-n", "online-dpo"),
+        )
+    ],
+    *[
+        (name, {"sharing": "tree:2@0,1"}, "sharing")
+        for name in ("flash", "tempflow", "g2", "g2-strides", "mix", "mix-random", "chunk-mix")
+    ],
+    ("mix-frozen", {"sharing": "tree:2@0,4"}, "sharing"),
+    *[
+        (name, {"credit": form}, "credit")
+        for name in ("best-of-n", "online-dpo")
+        for form in ("sum", "gdpo")
+    ],
+    ("branch", {"window": "frozen:2"}, "sharing"),
     *[
         (name, {"sampler": "cps"}, "sampler")
         for name in ("nft", "awm", "dgpo", "crd", "elbo-par", "v-grpo", "best-of-n")
@@ -73,6 +92,23 @@ def test_what_a_preset_sets_for_its_own_method_does_not_keep_another_from_traini
     load_method(load_settings(settings))
     load_method(load_settings(settings.model_dump(mode="json")))
     assert load_settings(settings, {"seed": 3}).seed == 3
+
+
+def test_tree_may_split_in_the_part_of_a_window_that_never_moves():
+    for window, split, fits in (
+        ("frozen:2", 1, True),
+        ("frozen:2", 2, False),
+        ("random:4", 2, True),  # of six transitions: it begins at 0, 1 or 2
+        ("random:4", 1, False),
+        ("progressive:4:1", 3, True),
+        ("early:1", 0, False),
+    ):
+        changes = {"sharing": f"tree:4@{split}", "window": window, "shared_noise": False}
+        if fits:
+            assert sweep.make_settings("steps", **changes).window == window
+            continue
+        with pytest.raises(InputError, match=f"`sharing` must split at .* {window} these are"):
+            sweep.make_settings("steps", **changes)
 
 
 def test_idle_setting_in_a_file_is_rejected_and_one_of_the_file_that_it_is_like_is_not(tmp_path):
@@ -160,7 +196,8 @@ def test_group_larger_than_a_batch_shares_one_path_bit_for_bit(policy, method, b
 )
 def test_step_weights_scale_the_loss_and_not_its_target(policy, surrogate, proportional):
     """With weights, the gradient of a step is its weight times that without, at a ratio that has moved."""
-    method = load_method(sweep.make_settings("steps", surrogate=surrogate, clip_range=0.5))
+    wide = {"clip_range": 0.5} if surrogate == "clip" else {}
+    method = load_method(sweep.make_settings("steps", surrogate=surrogate, **wide))
     sampler = method.sampler(0)
     rows = policy.encode(["a red star"])
     keys = [(0, 0, 0, g) for g in range(4)]

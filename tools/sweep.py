@@ -8,7 +8,8 @@ Outcomes of a pair:
 
     trained    the weights differ by more than rounding
     rejected   one sentence, before training
-    equal      the weights do not differ, since the setting chose the chunks that were trained without it
+    equal      the weights do not differ, and need not: the setting chose the chunks that were trained without it, the
+               surrogates have one gradient, or the ratio is 1 and no clip range limits it
     same       the weights do not differ: the setting does nothing, without a word
     late       one sentence, but only while training
     crashed    an unforeseen error
@@ -70,12 +71,16 @@ BASE = {
 FITTED: dict[str, dict] = {  # what a row needs beside that, with four images and seven steps
     "reweighted": {"step_weights": "1,2,3"},
     "branch": {"sharing": "tree:2@0,3", "images_per_prompt": 4},
+    "dppo-chunk": {"surrogate": "dppo:1e-9"},  # the mean over a chunk does not reach the row's own
     "tree": {"sharing": "tree:2@0,1", "images_per_prompt": 4},
     "tree-chunk": {"sharing": "tree:2@0,3", "chunks": "3,3", "images_per_prompt": 4},
     "tempflow-seeds": {"sharing": "seeds:2"},
     "mix-flash": {"steps": 12},
     "mix-flash-frozen": {"steps": 12, "merge": "rest:0.4"},
     "neighbor": {"shared_noise": True},
+    # Only the best and the worst image count, so a change of advantages needs many images to show.
+    "best-of-n": {"images_per_prompt": 16, "prompts_per_iteration": 2},
+    "online-dpo": {"images_per_prompt": 10, "prompts_per_iteration": 2},
     **dict.fromkeys(
         ["crd-chunk", "nft-chunk", "elbo-chunk", "elbo-clip-chunk"],
         {"chunks": "2,2,3", "train_chunks": "2,3"},
@@ -126,7 +131,7 @@ VARIANTS: dict[
     "weight_decay": [0.5],
     "clip_range": [0.5],
     "statistic": ["centred", "scaled", "guard"],
-    "surrogate": ["asymmetric:0.5:0.5", "dppo:100", "hinge:1e-4", "epg", "pepg", "par"],
+    "surrogate": ["asymmetric:0.5:0.5", "dppo:100", "hinge:1e-3", "epg", "pepg", "par"],
     "credit": ["batch", "none", "sum", ({"prompts_per_iteration": 2}, "gdpo"), "wins", "scale"],
     "credit_of": ["gain", "all-gains", "depth", "leaves", (TREE, "depth"), (LATE_TREE, "leaves")],
     "completion_steps": [2, ({"credit_of": "gain"}, 2)],
@@ -136,10 +141,13 @@ VARIANTS: dict[
     "max_grad_norm": [1e-6],
     "kl": [0.5],
     "anchor": ["velocity", (KL, "velocity"), (KL, "transition")],
-    "anchor_share": [0.3, (KL, 0.3)],
+    "anchor_share": [0.6, (KL, 0.6)],
     "anchor_every": [1, (KL, 1)],
     "ema": [0.5],
 }
+
+# Rows without a limit, to which a wide one changes nothing.
+NARROW = dict.fromkeys(["elbo-epg", "v-grpo"], {"asymmetric:0.5:0.5": "asymmetric:1e-9:2e-9"})
 
 
 def list_pairs(method: str) -> list[tuple[dict, str, object]]:
@@ -148,6 +156,8 @@ def list_pairs(method: str) -> list[tuple[dict, str, object]]:
     for name, values in VARIANTS.items():
         for value in values:
             needed, value = value if isinstance(value, tuple) else ({}, value)
+            if name == "surrogate":
+                value = NARROW.get(method, {}).get(value, value)
             pairs.append((needed, name, value))
     return pairs
 
@@ -167,7 +177,17 @@ def make_settings(method: str, **changes) -> Settings:
 
 
 FAULTS = ("same", "late", "crashed")
-CHOOSE_CHUNKS = ("chunks", "chunk_fraction", "train_chunks", "profile_every")
+CHOOSE_CHUNKS = (
+    "chunks",
+    "chunk_fraction",
+    "train_chunks",
+    "chunk_weighting",
+    "weighting_uniform",
+    "weighting_anneal",
+    "weighting_temperature",
+    "profile_every",
+)
+ONE_GRADIENT = {"pepg", "par"}  # the page on surrogates shows it
 
 
 @dataclass(frozen=True)
@@ -191,6 +211,14 @@ def chose_same_chunks(name: str, changed: Trained, plain: Trained) -> bool:
     The short runs have six transitions, so such a choice is often the same.
     """
     return name in CHOOSE_CHUNKS and changed.transitions() == plain.transitions()
+
+
+def need_not_differ(name: str, changed: Settings, plain: Settings) -> bool:
+    """Return True if two values of a setting train the same by proof."""
+    if name == "surrogate":
+        return {changed.surrogate, plain.surrogate} == ONE_GRADIENT
+    # The ratio of an update from the weights that sampled is 1.
+    return name == "clip_range" and changed.updates_per_iteration == 1
 
 
 class Runs:
@@ -274,16 +302,18 @@ class Runs:
         except Exception:
             return "crashed"
         try:
-            changed = self.train(changed)
+            trained = self.train(changed)
             plain = self.train_without(method, needed)
         except InputError:
             return "late"
         except Exception:
             return "crashed"
-        change = (changed.moved - plain.moved).norm() / plain.moved.norm().clamp(min=1e-12)
+        change = (trained.moved - plain.moved).norm() / plain.moved.norm().clamp(min=1e-12)
         if change > SMALLEST_CHANGE:
             return "trained"
-        return "equal" if chose_same_chunks(name, changed, plain) else "same"
+        if chose_same_chunks(name, trained, plain) or need_not_differ(name, changed, without):
+            return "equal"
+        return "same"
 
 
 def package_hash() -> str:

@@ -998,7 +998,12 @@ def _idle_settings(settings: "Settings") -> dict[str, str]:  # name -> reason, e
         idle["anchor"] = "without a KL term (`kl` 0)"
     if ":" in settings.method:
         return idle
+    kind = settings.surrogate.partition(":")[0]
     names_function = settings.surrogate.partition(":")[2].isidentifier()
+    if kind == "asymmetric":
+        idle["clip_range"] = "with `surrogate` asymmetric:LOW:HIGH, which has ranges of its own"
+    elif kind != "clip" and not names_function:
+        idle["clip_range"] = f"with `surrogate` {settings.surrogate}, which does not clip"
     if settings.updates_per_iteration == 1 and not names_function:
         reason = "if `updates_per_iteration` is 1, because an on-policy update has the same gradient for every value"
         idle["surrogate"] = reason
@@ -1324,6 +1329,7 @@ def _check_merge(settings: "Settings") -> None:
 def _check_method(settings: "Settings") -> None:
     """Raise InputError if the method, sharing, chunks, surrogate, sampler or noise level do not fit together."""
     from chunk_grpo.theory import chunks, sampler, sharing, surrogates
+    from chunk_grpo.theory.windows import Window
 
     is_code = re.fullmatch(r".+:[A-Za-z_]\w*", settings.method)
     _require(
@@ -1339,6 +1345,14 @@ def _check_method(settings: "Settings") -> None:
     shared = sharing.Sharing.parse(settings.sharing)
     # Rejects what the group cannot hold
     shared.noise_owners(settings.images_per_prompt, settings.steps)
+    noisy = Window.parse(settings.window).common_places(settings.steps - 1)
+    _require(
+        settings,
+        "sharing",
+        all(split in noisy for split in shared.splits),
+        "split at transitions with noise in every iteration, or siblings are the same image: with `window` "
+        f"{settings.window} these are {f'{noisy[0]} to {noisy[-1]}' if noisy else 'none'}",
+    )
     _require(
         settings,
         "sharing",

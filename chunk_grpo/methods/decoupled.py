@@ -414,6 +414,15 @@ def subtract_group_mean(
     return x - (sums / of.bincount())[of]
 
 # %% ../../nbs/08_methods/01_decoupled.ipynb #c0e57077
+def _check_credit_changes_order(settings: Settings) -> None:
+    """Raise InputError for a credit that puts a group's images in the same order as the credit `group`."""
+    if settings.credit in ("sum", "gdpo"):
+        raise InputError(
+            f"`credit` must be group, batch, none or wins with {settings.method}, which uses only the order of a "
+            f"group's images: that of {settings.credit} is that of group"
+        )
+
+
 class GroupDpo(Decoupled):
     """DGPO (2510.08425): good images against bad ones, weighted by how well the group is separated already."""
 
@@ -472,6 +481,11 @@ class BestOfN(Decoupled):
         """Return minus the loss of the best images, (N,)."""
         return terms.advantage * terms.statistic
 
+    def check(self) -> None:
+        """Raise InputError if the settings cannot be trained with this method."""
+        super().check()
+        _check_credit_changes_order(self.settings)
+
 
 class OnlineDpo(Decoupled):
     """Diffusion-DPO on the best and the worst image of each group."""
@@ -500,3 +514,8 @@ class OnlineDpo(Decoupled):
                 margin = self.beta * (statistic[best] - statistic[worst])
                 objective = objective.index_put((best,), torch.nn.functional.logsigmoid(margin))
         return objective
+
+    def check(self) -> None:
+        """Raise InputError if the settings cannot be trained with this method."""
+        super().check()
+        _check_credit_changes_order(self.settings)

@@ -61,18 +61,9 @@ class Window:
         """
         if self.kind == "all":
             return range(transitions)
-        last = transitions - self.width
-        if last < 0:
-            raise InputError(
-                f"`window` must be at most {transitions} transitions wide; got {self.width}"
-            )
+        last = self.latest_start(transitions)
         if self.kind in ("random", "early"):
-            most = (
-                last
-                if self.kind == "random"
-                else min(last, max((transitions + 1) // 2 - self.width, 0))
-            )
-            first = random.Random(f"{seed}/{iteration}/window").randint(0, most)
+            first = random.Random(f"{seed}/{iteration}/window").randint(0, last)
         elif self.kind == "frozen":
             first = 0
         else:
@@ -85,6 +76,25 @@ class Window:
             left = iteration % sum(stays)
             first = next(place for place in range(last + 1) if sum(stays[: place + 1]) > left)
         return range(first, first + self.width)
+
+    def latest_start(self, transitions: int) -> int:
+        """Return the last step at which the window of an iteration may begin.
+
+        Raise InputError if it is wider than the trajectory.
+        """
+        last = transitions - self.width
+        if last < 0:
+            raise InputError(
+                f"`window` must be at most {transitions} transitions wide; got {self.width}"
+            )
+        if self.kind == "early":
+            return min(last, max((transitions + 1) // 2 - self.width, 0))
+        return 0 if self.kind in ("all", "frozen") else last
+
+    def common_places(self, transitions: int) -> range:
+        """Return the steps that lie in the window of every iteration; none if it moves by its width or more."""
+        width = transitions if self.kind == "all" else self.width
+        return range(self.latest_start(transitions), width)
 
     def strengths(self, transitions: int, eta: float, iteration: int, seed: int = 0) -> Tensor:
         """Return the strength of every transition, (transitions + 1,): eta in the window, 0 elsewhere and at the last."""
