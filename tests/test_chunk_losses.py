@@ -22,7 +22,6 @@ from chunk_grpo.training.update_batch import build_update_batch
 SMALL = {
     "images_per_prompt": 4,
     "shared_noise": False,
-    "clip_range": 0.1,
     "prompts_per_iteration": 2,
     "eval_every": 0,
     "eval_count": 1,
