@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import numpy as np
@@ -83,17 +83,13 @@ def save_base(
 
 
 def write_manifest(
-    out: Path,  # the folder of all bases
-    recipe: dict,  # name of a base -> its settings
-    measured: dict,  # name of a base -> what `measure_quality` gives
+    out: Path,  # folder that holds the files
+    files: Iterable[Path],  # those of an autoencoder, which is a link, are left out
+    recipe: dict,  # settings of the training, or of each base's
+    measured: dict,  # what the base scores, or each base
 ) -> dict:
-    """Write manifest.json: how the bases were trained, what they score, and the hash of each of their files."""
-    files = sorted(
-        f
-        for name in recipe
-        for f in (out / name).rglob("*")
-        if f.is_file() and "vae" not in f.parts
-    )
+    """Write manifest.json: how bases were trained, what they score, and the hash of each of their files."""
+    files = sorted(file for file in files if file.is_file() and "vae" not in file.parts)
     content = {
         "training": recipe,
         "quality": measured,
@@ -123,7 +119,8 @@ def build_bases(
         save_base(snapshot, Path(out) / name, Path(pocket.pocket_model_path()))
         if images:
             measured[name] = measure_quality(*load_flow(Path(out) / name), images)
-    return write_manifest(Path(out), recipe, measured)
+    files = [file for name in recipe for file in (Path(out) / name).rglob("*")]
+    return write_manifest(Path(out), files=files, recipe=recipe, measured=measured)
 
 
 def main() -> None:

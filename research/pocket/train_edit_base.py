@@ -12,7 +12,6 @@ alone. The base's autoencoder is a link to the shipped one's, and its transforme
 
 import argparse
 import copy
-import hashlib
 import json
 import os
 import shutil
@@ -40,8 +39,13 @@ from edit_recipe import (
 from safetensors.numpy import load_file as load_arrays
 from safetensors.numpy import save_file as save_arrays
 from safetensors.torch import load_file, save_file
-from torch import nn
-from train_pocket import build_optimizers, scheduled_learning_rate, train_resumable
+from train_bases import write_manifest
+from train_pocket import (
+    apply_gradient,
+    build_optimizers,
+    scheduled_learning_rate,
+    train_resumable,
+)
 
 from chunk_grpo import pocket
 from chunk_grpo.pocket.clip import tokenize_captions
@@ -156,7 +160,7 @@ def edit_flow_step(
     rate: float,  # learning rate of this step
     seed: int,  # of this step
 ) -> float:  # the loss
-    """Take one step on the flow-matching loss, with the gradient's norm clipped at 1."""
+    """Take one step on the flow-matching loss."""
     generator = torch.Generator().manual_seed(seed)
     pick = torch.randint(len(data["latents"]), (batch,), generator=generator)
     u = torch.rand(batch, generator=generator)
@@ -172,16 +176,7 @@ def edit_flow_step(
         data["source"][pick],
     )
     loss = F.mse_loss(velocity, noise - target)
-
-    model.zero_grad()
-    loss.backward()
-    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    for optimizer in optimizers.values():
-        for group in optimizer.param_groups:
-            group["lr"] = rate
-        optimizer.step()
-    ema.step(model.parameters())
-    return loss.item()
+    return apply_gradient(loss, model=model, ema=ema, optimizers=optimizers, rate=rate)
 
 
 def measure_edits(
@@ -311,27 +306,12 @@ def load_edit_base(
     return model.eval(), pipeline.vae
 
 
-def write_edit_manifest(
+def files_of_edit_base(
     out: Path,  # with the base, the lists and their images
-    recipe: dict,  # settings of the training
-    measured: dict,  # numbers of `measure_edits` on the test list
-) -> dict:
-    """Write manifest.json: how the base was trained, what it scores, and the hash of each file."""
+) -> list[Path]:
+    """List the files that the manifest of the editing base describes."""
     files = [out / f"{split}.jsonl" for split in EDIT_SPLITS] + [out / "curve.json"]
-    files += [
-        f for part in ("base", "images") for f in (out / part).rglob("*") if "vae" not in f.parts
-    ]
-    files = sorted(f for f in files if f.is_file())
-    content = {
-        "training": recipe,
-        "quality": measured,
-        "bytes": sum(f.stat().st_size for f in files),
-        "sha256": {
-            f.relative_to(out).as_posix(): hashlib.sha256(f.read_bytes()).hexdigest() for f in files
-        },
-    }
-    (out / "manifest.json").write_text(json.dumps(content, indent=1) + "\n")
-    return content
+    return files + [file for part in ("base", "images") for file in (out / part).rglob("*")]
 
 
 def main() -> None:
@@ -365,8 +345,11 @@ def main() -> None:
     (chosen.out / "curve.json").write_text(json.dumps(curve) + "\n")
     # It is measured as it is read back from its folder.
     saved = load_edit_base(chosen.out / "base")
-    manifest = write_edit_manifest(
-        chosen.out, recipe, measure_edits(*saved, "test", images=chosen.images)
+    manifest = write_manifest(
+        chosen.out,
+        files=files_of_edit_base(chosen.out),
+        recipe=recipe,
+        measured=measure_edits(*saved, "test", images=chosen.images),
     )
     print(manifest["quality"])
 

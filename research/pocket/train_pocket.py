@@ -358,6 +358,25 @@ def build_optimizers(
     }
 
 
+def apply_gradient(
+    loss: torch.Tensor,  # (), with its graph
+    model: nn.Module,
+    ema: EMAModel,  # averages of its weights
+    optimizers: dict[str, torch.optim.Optimizer],  # from `build_optimizers`
+    rate: float,  # learning rate of this step
+) -> float:  # the loss
+    """Take one step of every optimizer and of the averages, with the gradient's norm clipped at 1."""
+    model.zero_grad()
+    loss.backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    for optimizer in optimizers.values():
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        optimizer.step()
+    ema.step(model.parameters())
+    return loss.item()
+
+
 def flow_step(
     model: PocketFlow,
     ema: EMAModel,  # averages of its weights
@@ -367,19 +386,11 @@ def flow_step(
     rate: float,  # learning rate of this step
     seed: int,  # of this step
 ) -> float:  # the loss
-    """One step of every optimizer and of the averages, the gradient's norm clipped at 1."""
+    """Take one step on the flow-matching loss."""
     generator = torch.Generator().manual_seed(seed)
     pick = torch.randint(len(data["latents"]), (batch,), generator=generator)
-    for group in (g for o in optimizers.values() for g in o.param_groups):
-        group["lr"] = rate
     loss = flow_loss(model, *(data[k][pick] for k in ("latents", "t5", "clip")), generator)
-    model.zero_grad()
-    loss.backward()
-    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    for optimizer in optimizers.values():
-        optimizer.step()
-    ema.step(model.parameters())
-    return loss.item()
+    return apply_gradient(loss, model=model, ema=ema, optimizers=optimizers, rate=rate)
 
 
 def train_flow(
