@@ -24,6 +24,7 @@ import hashlib
 import sys
 import tempfile
 import time
+import traceback
 import warnings
 from collections import Counter
 from dataclasses import dataclass
@@ -299,14 +300,16 @@ class Runs:
             changed = make_settings(method, **{**needed, name: value})
         except InputError:
             return "rejected"
-        except Exception:
+        except Exception:  # any: the sweep goes on, and the pair is counted and named as crashed
+            traceback.print_exc()
             return "crashed"
         try:
             trained = self.train(changed)
             plain = self.train_without(method, needed)
         except InputError:
             return "late"
-        except Exception:
+        except Exception:  # any: the sweep goes on, and the pair is counted and named as crashed
+            traceback.print_exc()
             return "crashed"
         change = (trained.moved - plain.moved).norm() / plain.moved.norm().clamp(min=1e-12)
         if change > SMALLEST_CHANGE:

@@ -198,7 +198,13 @@ def measure_edits(
     right, consistent = [], []
     for number in range(images):
         edited = sample_edited_images(
-            model, vae, pictures, instructions, steps, eta, seed=seed + 1000 * number
+            model,
+            vae,
+            pictures,
+            instructions,
+            steps=steps,
+            eta=eta,
+            seed=seed + 1000 * number,
         )
         right.append(check(edited, instructions, records))
         consistent.append(PocketEditConsistency()(edited, instructions, records))
@@ -223,13 +229,13 @@ def train_edit_base(
     rate: float,  # the highest
     wrong: float,  # share of wrong instructions
     seed: int,
-    every: int = 100,  # steps between snapshots, each of which is judged
+    snapshot_steps: int = 100,  # between two snapshots, each of which is judged
     log: Callable[[str], None] = print,
 ) -> tuple[EditFlow, AutoencoderKL, list[dict]]:  # with averaged weights; a row per snapshot
-    """Train the base from the shipped one, and judge it on the validation list every so many steps."""
+    """Train the base from the shipped one, and judge each snapshot on the validation list."""
     work.mkdir(parents=True, exist_ok=True)
     model, vae = new_edit_flow(seed)
-    data = cache_edit_latents(work, model, vae, scenes, wrong, seed)
+    data = cache_edit_latents(work, model=model, vae=vae, scenes=scenes, wrong=wrong, seed=seed)
     ema = EMAModel(model.parameters(), decay=0.998, use_ema_warmup=True, power=0.8)
     optimizers = build_optimizers(model, rate)
     rows_file = work / "curve.json"
@@ -247,21 +253,21 @@ def train_edit_base(
 
     train_resumable(
         "edits",
-        steps,
-        work / "edits-state.pt",
-        {"model": model, "ema": ema} | optimizers,
-        every,
-        log,
-        lambda step: edit_flow_step(
+        steps=steps,
+        path=work / "edits-state.pt",
+        parts={"model": model, "ema": ema} | optimizers,
+        every=snapshot_steps,
+        log=log,
+        take_step=lambda step: edit_flow_step(
             model,
-            ema,
-            optimizers,
-            data,
-            batch,
-            scheduled_learning_rate(step, steps, rate),
-            seed * 10_000_019 + step,
+            ema=ema,
+            optimizers=optimizers,
+            data=data,
+            batch=batch,
+            rate=scheduled_learning_rate(step, steps, rate),
+            seed=seed * 10_000_019 + step,
         ),
-        judge,
+        snapshot=judge,
     )
     ema.copy_to(model.parameters())
     return model.eval(), vae, rows
