@@ -50,6 +50,26 @@ def test_what_holds_in_three_iterations_is_said_once():
     )
 
 
+def test_an_alarm_names_the_setting_that_limits_the_ratio():
+    clipped = {"clip_fraction": [0.5, 0.4, None]}
+
+    def warnings(line, surrogate, iterations=1):
+        settings = S.model_copy(update={"surrogate": surrogate})
+        lines = [{"iteration": i, "reward_mean": 0.5} | line for i in range(1, iterations + 1)]
+        return raised_alarms(lines, settings)
+
+    asymmetric = "asymmetric:1e-5:2e-4"
+    assert warnings(clipped, "clip", 3)["clip_fraction"].endswith("for `clip_range` 0.0001")
+    for surrogate in (asymmetric, "dppo:1e-6"):
+        assert warnings(clipped, surrogate, 3)["clip_fraction"].endswith(
+            f"for `surrogate` {surrogate}"
+        )
+    # Only a clip of the ratio responds to an error of the ratio: here below a tenth of 1e-4, above one of 1e-5.
+    floor = {"ratio_floor": 2e-6}
+    assert warnings(floor, "clip") == warnings({"ratio_floor": 1.0}, "hinge:1e-4") == {}
+    assert warnings(floor, asymmetric)["ratio_floor"].endswith(f"range of `surrogate` {asymmetric}")
+
+
 def test_a_gradient_explodes_only_where_it_jumps_and_stays():
     norms = [{"grad_norm": x} for x in (1, 2, 1, 2, 1, 1, 30, 40, 50)]
     assert told(norms) == [(9, "gradient_norm")]

@@ -310,6 +310,22 @@ def test_a_users_method_whose_chunks_are_fewer_than_train_chunks_names_is_reject
         load_method(load_settings("pocket/demo", {"method": f"{tmp_path / 'mine.py'}:Mine"}))
 
 
+def test_chunks_of_each_image_and_named_chunks_exclude_each_other(policy, tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "from chunk_grpo.theory.chunks import Chunks\nfrom chunk_grpo.training.method import Method\n\n\n"
+        "class Mine(Method):\n    def partition(self, paths, profile):\n"
+        "        return [Chunks((2, 4))] * len(paths.keys)\n"
+    )
+    name = f"{tmp_path / 'mine.py'}:Mine"
+    method = method_of(name, steps=7, chunks="2,4", train_chunks="2", chunk_fraction=1)
+    with pytest.raises(
+        InputError, match="`train_chunks` must be all if each image has chunks .* got 2$"
+    ):
+        draw(method, context_of(policy, method))
+    method = method_of(name, steps=7, chunks="2,4", train_chunks="all", chunk_fraction=1)
+    assert draw(method, context_of(policy, method))[1].tolist() == [[0, 1]] * 8
+
+
 def test_a_users_decoupled_method_trains_the_last_level_and_a_chunk_as_one_item(policy, tmp_path):
     (tmp_path / "mine.py").write_text(
         "from chunk_grpo.methods.decoupled import Crd\n\n\n"

@@ -619,7 +619,7 @@ def _load_judge(
     if not scale[0] < scale[1]:
         raise InputError(f"`lowest` must be below `highest`; got {scale[0]:g} and {scale[1]:g}")
     judge.api_key()
-    reward = JudgeReward(judge, question, label, scale, unread)
+    reward = JudgeReward(judge, rubric=question, label=label, scale=scale, unread=unread)
     if ask:
         file = io.BytesIO()
         Image.new("RGB", (64, 64), (128, 128, 128)).save(file, "PNG")

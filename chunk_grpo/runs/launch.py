@@ -257,9 +257,9 @@ def _launch(
         os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     with temporary_folder("torchrun") as logs:
         config = LaunchConfig(
-            nodes,
-            nodes,
-            processes,
+            min_nodes=nodes,
+            max_nodes=nodes,
+            nproc_per_node=processes,
             logs_specs=DefaultLogsSpecs(str(logs), redirects=Std.ERR),
             run_id="chunk-grpo",
             max_restarts=max_restarts,

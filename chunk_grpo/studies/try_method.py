@@ -908,8 +908,9 @@ def try_method(
     )
     name = find_study_folder(protocol).name
     left_out = read_json(out / "others.json")["left_out"]
+    text = page_text(rows, plan, quick=quick, left_out=left_out, protocol=name)
     with atomic_write(out / "page.md") as temporary:
-        temporary.write_text(page_text(rows, plan, quick, left_out, name), encoding="utf-8")
+        temporary.write_text(text, encoding="utf-8")
     return out / "page.md"
 
 # %% ../../nbs/13_studies/07_try_method.ipynb #a6811e39

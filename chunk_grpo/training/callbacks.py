@@ -16,7 +16,8 @@ from typing import Any
 
 from .. import InputError
 from ..core.files import append_json_line, read_json, read_json_lines, write_json
-from ..core.settings import ALARMS, Settings
+from ..core.settings import ALARMS, Settings, named_code
+from ..theory.surrogates import Surrogate
 from ..core.imports import import_callable
 
 MOST_IDLE = 3  # iterations in a row without an update, after which a run ends
@@ -187,6 +188,22 @@ def _holds_in_a_row(lines: Sequence[dict], holds: Callable[[dict], bool]) -> boo
     return len(last) == _IN_A_ROW and all(map(holds, last))
 
 
+def _clip_range_setting(
+    settings: Settings,
+) -> tuple[
+    str, float | None
+]:  # name of the setting; smallest allowed |ratio - 1|, None without one
+    """Find the setting that says how far the ratio may move before the gradient is dropped."""
+    if settings.surrogate in named_code(settings):
+        return "clip_range", settings.clip_range
+    surrogate = Surrogate.parse(settings.surrogate, settings.clip_range)
+    if surrogate.kind == "clip":
+        return "clip_range", settings.clip_range
+    if surrogate.kind == "asymmetric":
+        return "surrogate", min(surrogate.first, surrogate.second)
+    return "surrogate", None
+
+
 def _clip_alarm(lines: Sequence[dict], settings: Settings) -> str:
     """Check whether the clip takes nearly all gradients of later updates."""
 
@@ -197,20 +214,24 @@ def _clip_alarm(lines: Sequence[dict], settings: Settings) -> str:
     most = (settings.updates_per_iteration - 1) / settings.updates_per_iteration
     if not most or not _holds_in_a_row(lines, lambda line: share(line) > 0.75 * most):
         return ""
+    name, _ = _clip_range_setting(settings)
+    value = f"{settings.clip_range:g}" if name == "clip_range" else settings.surrogate
     return (
         f"clipping removed the gradient of {share(lines[-1]):.0%} of the chunk samples, of at most {most:.0%}: the "
-        f"steps are too large for `clip_range` {settings.clip_range:g}"
+        f"steps are too large for `{name}` {value}"
     )
 
 
 def _floor_alarm(lines: Sequence[dict], settings: Settings) -> str:
     """Check whether rounding alone reaches the clip range."""
     floor = lines[-1].get("ratio_floor") or 0.0
-    return (
-        f"the ratio error before the first update, {floor:.1e}, is at least a tenth of clip_range"
-        if floor >= settings.clip_range / 10
-        else ""
+    name, clip_range = _clip_range_setting(settings)
+    if clip_range is None or floor < clip_range / 10:
+        return ""
+    limit = (
+        name if name == "clip_range" else f"the smaller range of `surrogate` {settings.surrogate}"
     )
+    return f"the ratio error before the first update, {floor:.1e}, is at least a tenth of {limit}"
 
 
 def _flat_alarm(lines: Sequence[dict], settings: Settings) -> str:

@@ -7,29 +7,17 @@ __all__ = ['sample_chunks']
 
 # %% ../../nbs/07_training/02_chunk_sampling.ipynb #fe96f939
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from .. import InputError
 from ..theory import dynamics
 from ..theory.chunks import Chunks
 from .rollout import Trajectories, make_generator
 
 # %% ../../nbs/07_training/02_chunk_sampling.ipynb #7a80ad55
-def _sample_chunks_image_by_image(
-    paths: Trajectories,  # of B images
-    chunks: Sequence[Chunks],  # those of each image
-    *options: Any,  # the other arguments of `sample_chunks`, in their order
-) -> Tensor:  # (B, k) long, sorted; -1 behind the last of an image that trains fewer
-    """Draw the chunks of images whose trajectories have different chunks."""
-    rows = []
-    for image, image_chunks in enumerate(chunks):
-        rows.append(sample_chunks(paths.of_image(image), image_chunks, *options)[0])
-    return pad_sequence(rows, batch_first=True, padding_value=-1)
-
-
 def sample_chunks(
     paths: Trajectories,  # of B images
     chunks: Chunks | Sequence[Chunks],  # the same for all, or those of each image
@@ -41,11 +29,31 @@ def sample_chunks(
     profile: Tensor | None = None,  # (T,) mean distances of the base, for the weighting "profile"
     trainable_steps: Tensor | None = None,  # (n,) long, the steps in chunks; None: the stochastic
 ) -> Tensor:  # (B, k) long, sorted; -1 behind the last of an image that trains fewer
-    """Draw the chunks that every image trains, from the image's own random numbers."""
+    """Draw the chunks that every image trains, from the image's own random numbers.
+
+    Raises InputError if `allowed` names chunks and each image has chunks of its own, whose numbers mean different
+    transitions.
+    """
     if not isinstance(chunks, Chunks):
-        return _sample_chunks_image_by_image(
-            paths, chunks, fraction, weighting, None, uniform, temperature, profile, trainable_steps
-        )
+        if allowed is not None:
+            numbers = ",".join(str(number + 1) for number in allowed)
+            raise InputError(
+                f"`train_chunks` must be all if each image has chunks of its own; got {numbers}"
+            )
+        rows = []
+        for image, image_chunks in enumerate(chunks):
+            chosen = sample_chunks(
+                paths.of_image(image),
+                image_chunks,
+                fraction=fraction,
+                weighting=weighting,
+                uniform=uniform,
+                temperature=temperature,
+                profile=profile,
+                trainable_steps=trainable_steps,
+            )
+            rows.append(chosen[0])
+        return pad_sequence(rows, batch_first=True, padding_value=-1)
 
     # The fraction is of the chunks that may be drawn.
     total = len(chunks)
