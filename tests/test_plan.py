@@ -651,6 +651,24 @@ def test_a_saving_that_is_enough_is_offered(preset, changes, device, expected):
     assert all(name in text for name in expected)
 
 
+def test_several_devices_are_offered_a_base_in_host_memory_only_under_an_adapter():
+    run_settings = settings.load_settings(
+        "paper/one-h200-lora", {"resolution": 1024, "eval_resolution": 1024}
+    )
+    network = find_model_config(run_settings.model)
+    where = find_device("rtx4090")
+    found, total = plan._find_savings(run_settings, network, where, 2)
+    assert found["sharding_offload"] and found["sharding"] == "fsdp"
+    smaller = settings.load_settings(run_settings, found)
+    assert where.fits(total) and peak_memory(smaller, network, 2)[0] == total
+    assert "sharding_offload" not in (plan._find_savings(run_settings, network, where, 1)[0] or {})
+    offload = [{"sharding": "fsdp", "sharding_offload": True}]
+    all_weights = settings.load_settings("paper/chunk")
+    assert plan._apply_savings(all_weights, offload, 8) is None
+    with_adapter = plan._apply_savings(all_weights, [*offload, {"lora_rank": 32}], 8)
+    assert with_adapter["sharding_offload"] and with_adapter["lora_rank"] == 32
+
+
 def test_a_run_that_no_saving_makes_fit_says_what_it_would_still_take():
     # Even with an int8 base, activations at this size leave too little of 24 GB.
     size = {"resolution": 2048, "eval_resolution": 2048}

@@ -195,6 +195,7 @@ _SAVINGS = (
     {"update_batch": 1},
     {"rollout_batch": 1},
     {"reward_options": "elsewhere"},  # see `_reward_elsewhere`
+    {"sharding": "fsdp", "sharding_offload": True},
     {"latents_dtype": "bfloat16"},
     {"optimizer": "adamw-8bit"},
     {"quantization": "int8"},
@@ -238,6 +239,9 @@ def _apply_savings(
         return None
     # One process has no other to share weights with.
     if "sharding" in changes and processes == 1:
+        return None
+    # Only a frozen base can stay in host memory.
+    if "sharding_offload" in changes and not changes.get("lora_rank", settings.lora_rank):
         return None
     sharding = changes.get("sharding", settings.sharding)
     quantization = changes.get("quantization", settings.quantization)

@@ -16,9 +16,9 @@ from typing import Any
 
 from .. import InputError
 from ..core.files import append_json_line, read_json, read_json_lines, write_json
+from ..core.imports import import_callable
 from ..core.settings import ALARMS, Settings, named_code
 from ..theory.surrogates import Surrogate
-from ..core.imports import import_callable
 
 MOST_IDLE = 3  # iterations in a row without an update, after which a run ends
 _IN_A_ROW = 3  # iterations for which an alarm must hold
