@@ -251,7 +251,7 @@ def test_an_interrupted_training_ends_where_a_straight_one_ends(
         "steps": 6,
         "batch": 8,
         "count": 24,
-        "every": 3,
+        {"flow": "snapshot_steps", "clip": "checkpoint_steps"}[part]: 3,
         "log": lambda line: None,
     }
     train = getattr(trainer, f"train_{part}")
@@ -261,7 +261,9 @@ def test_an_interrupted_training_ends_where_a_straight_one_ends(
     calls = iter(range(4))
     real = getattr(trainer, name)
     with monkeypatch.context() as patched:
-        patched.setattr(trainer, name, lambda *args: (next(calls), real(*args))[1])
+        patched.setattr(
+            trainer, name, lambda *args, **kwargs: (next(calls), real(*args, **kwargs))[1]
+        )
         with pytest.raises(StopIteration):
             train(tmp_path / "two", **settings)
     resumed = train(tmp_path / "two", **settings)

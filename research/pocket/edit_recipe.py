@@ -217,4 +217,4 @@ def sample_edited_images(
 ) -> torch.Tensor:  # (B, 3, 64, 64), in [0, 1]
     """Sample the edited image of every source."""
     conditioned = EditOfSource(model, encode_pictures(vae, pictures))
-    return sample_flow_images(conditioned, vae, instructions, steps, eta, seed=seed)
+    return sample_flow_images(conditioned, vae, instructions, steps=steps, eta=eta, seed=seed)

@@ -54,7 +54,7 @@ def train_base(
     if not snapshot.exists():
         start, vae = load_flow()
         start = start if "wrong" in recipe else None
-        train_flow(work, vae, **{"every": 100} | recipe, start=start, name=name, log=log)
+        train_flow(work, vae, **{"snapshot_steps": 100} | recipe, start=start, name=name, log=log)
     return snapshot
 
 

@@ -256,7 +256,7 @@ def train_edit_base(
         steps=steps,
         path=work / "edits-state.pt",
         parts={"model": model, "ema": ema} | optimizers,
-        every=snapshot_steps,
+        checkpoint_steps=snapshot_steps,
         log=log,
         take_step=lambda step: edit_flow_step(
             model,

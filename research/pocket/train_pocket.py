@@ -153,7 +153,7 @@ def train_resumable(
     steps: int,  # in all
     path: Path,  # of the state
     parts: dict,  # whatever has a state_dict, as given to `save_training_state`
-    every: int,  # steps between states
+    checkpoint_steps: int,  # steps between states
     log: Callable[[str], None],
     take_step: Callable[[int], float],  # number of the step, from 0 -> its loss
     # called with the steps done before a state is kept
@@ -167,7 +167,7 @@ def train_resumable(
         if (step + 1) % 100 == 0:
             log(f"{name} {step + 1}/{steps} loss {total / 100:.4f} {time.time() - start:.0f} s")
             total = 0.0
-        if (step + 1) % every == 0 or step + 1 == steps:
+        if (step + 1) % checkpoint_steps == 0 or step + 1 == steps:
             snapshot(step + 1)
             save_training_state(path, step + 1, **parts)
 
@@ -195,7 +195,7 @@ def _fit_vae(
     start = time.time()
     for step in range(steps):
         x = data[torch.randint(len(data), (batch,), generator=rng)].float() / 127.5 - 1
-        loss, psnr = vae_loss(vae, x, beta, noise, rng)
+        loss, psnr = vae_loss(vae, x, beta=beta, noise=noise, generator=rng)
         clipped_step(vae, loss, optimizer, schedule)
         if (step + 1) % 100 == 0 or step + 1 == steps:
             log(
@@ -227,7 +227,17 @@ def train_vae(
         .permute(0, 3, 1, 2)
         .contiguous()
     )
-    _fit_vae(vae, data, steps, batch, rate, beta, noise, seed, log)
+    _fit_vae(
+        vae,
+        data,
+        steps=steps,
+        batch=batch,
+        rate=rate,
+        beta=beta,
+        noise=noise,
+        seed=seed,
+        log=log,
+    )
     save_file({k: v.contiguous() for k, v in vae.state_dict().items()}, path)
     return vae.eval()
 
@@ -254,7 +264,18 @@ def refine_decoder(
         .permute(0, 3, 1, 2)
         .contiguous()
     )
-    _fit_vae(vae, data, steps, batch, rate, 0.0, noise, seed, log)
+    # The encoder stays, so the KL term has no weight.
+    _fit_vae(
+        vae,
+        data,
+        steps=steps,
+        batch=batch,
+        rate=rate,
+        beta=0.0,
+        noise=noise,
+        seed=seed,
+        log=log,
+    )
     save_file({k: v.contiguous() for k, v in vae.decoder.state_dict().items()}, path)
     return vae.requires_grad_(True).eval()
 
@@ -400,7 +421,7 @@ def train_flow(
     batch: int = 64,
     count: int = 48000,  # drawn pictures
     rate: float = 1.5e-3,
-    every: int = 500,  # steps between snapshots
+    snapshot_steps: int = 500,  # steps between snapshots
     compiled: bool = False,  # compile the velocity network
     seed: int = 0,
     wrong: float = 0.0,  # share of the captions with one word wrong
@@ -433,21 +454,21 @@ def train_flow(
 
     train_resumable(
         name,
-        steps,
-        work / f"{name}-state.pt",
-        {"model": model, "ema": ema} | optimizers,
-        every,
-        log,
-        lambda step: flow_step(
+        steps=steps,
+        path=work / f"{name}-state.pt",
+        parts={"model": model, "ema": ema} | optimizers,
+        checkpoint_steps=snapshot_steps,
+        log=log,
+        take_step=lambda step: flow_step(
             model,
-            ema,
-            optimizers,
-            data,
-            batch,
-            scheduled_learning_rate(step, schedule or steps, rate),
-            seed * 10_000_019 + step,
+            ema=ema,
+            optimizers=optimizers,
+            data=data,
+            batch=batch,
+            rate=scheduled_learning_rate(step, schedule or steps, rate),
+            seed=seed * 10_000_019 + step,
         ),
-        keep,
+        snapshot=keep,
     )
     ema.copy_to(model.parameters())
     return model.eval()
@@ -537,7 +558,13 @@ def clip_step_loss(
     pick = rng.choice(len(drawn), batch, replace=False)
     images = np.concatenate([good[pick], bad[pick]])
     return clip_batch_loss(
-        model, words, [drawn[i] for i in pick], images, negatives, rng, generator
+        model,
+        words,
+        scenes=[drawn[i] for i in pick],
+        images=images,
+        negatives=negatives,
+        rng=rng,
+        generator=generator,
     )
 
 
@@ -549,7 +576,7 @@ def train_clip(
     count: int = 12000,  # drawn scenes, each with a true picture and one with a flaw
     negatives: int = 4,  # false captions a scene
     rate: float = 1e-3,
-    every: int = 500,  # steps between states
+    checkpoint_steps: int = 500,  # steps between states
     seed: int = 0,
     log: Callable[[str], None] = print,
 ) -> CLIPModel:
@@ -567,11 +594,21 @@ def train_clip(
     parts = {"model": model, "optimizer": optimizer, "schedule": schedule}
 
     def take_step(step):
-        loss = clip_step_loss(model, words, data, batch, negatives, (seed, step))
+        loss = clip_step_loss(
+            model, words, data=data, batch=batch, negatives=negatives, seed=(seed, step)
+        )
         clipped_step(model, loss, optimizer, schedule)
         return loss.item()
 
-    train_resumable("clip", steps, Path(work) / "clip-state.pt", parts, every, log, take_step)
+    train_resumable(
+        "clip",
+        steps=steps,
+        path=Path(work) / "clip-state.pt",
+        parts=parts,
+        checkpoint_steps=checkpoint_steps,
+        log=log,
+        take_step=take_step,
+    )
     return model.eval()
 
 
@@ -609,7 +646,7 @@ def judge_prompt_images(
     for i in range(images_per_prompt):
         images = torch.cat(
             [
-                sample_flow_images(model, vae, part, steps, eta, seed=seed + 1000 * i + j)
+                sample_flow_images(model, vae, part, steps=steps, eta=eta, seed=seed + 1000 * i + j)
                 for j, part in enumerate(prompts[k : k + 48] for k in range(0, len(prompts), 48))
             ]
         )
@@ -645,14 +682,22 @@ def measure_quality(
     images_per_prompt: int = 8,
     steps: int = 20,
     eta: float = 0.0,
-    every: int = 1,  # take each so many of the test prompts
+    stride: int = 1,  # measure one of so many test prompts
     reward: clip.PocketCLIP | None = None,  # the shipped one
     seed: int = 0,
 ) -> dict[str, float]:
     """The checker's verdict on test prompts, and how the reward orders the same images."""
-    prompts, reward = pocket.read_pocket_prompts("test")[::every], reward or clip.PocketCLIP()
+    prompts = pocket.read_pocket_prompts("test")[::stride]
+    reward = reward or clip.PocketCLIP()
     right, score, malformed = judge_prompt_images(
-        model, vae, prompts, images_per_prompt, steps, eta, reward, seed
+        model,
+        vae,
+        prompts=prompts,
+        images_per_prompt=images_per_prompt,
+        steps=steps,
+        eta=eta,
+        reward=reward,
+        seed=seed,
     )
     mean, error, table = mean_accuracy_with_error(right, prompts)
     best, _ = mean_category_accuracy(right.amax(1), prompts)
@@ -787,7 +832,14 @@ def build_pocket(
     measured = {}
     if images:
         measured = {
-            name: measure_quality(made[part], made["vae"], images, steps, eta, reward=reward)
+            name: measure_quality(
+                made[part],
+                made["vae"],
+                images_per_prompt=images,
+                steps=steps,
+                eta=eta,
+                reward=reward,
+            )
             for name, part, steps, eta in (
                 ("ode", "misled", 20, 0.0),
                 ("sde", "misled", 17, 0.7),
