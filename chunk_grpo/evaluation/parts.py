@@ -76,7 +76,7 @@ def score_prompt_images(
     objects = {
         name: r.objects(images, texts) for name, r in scorers.items() if hasattr(r, "objects")
     }
-    found = []
+    verdicts = []
     for n, text in enumerate(texts):
         record = {
             "scores": {name: values[n] for name, values in scores.items()},
@@ -85,8 +85,8 @@ def score_prompt_images(
             },
             "objects": {name: [int(x) for x in values[n]] for name, values in objects.items()},
         }
-        found.append(record)
-    return found
+        verdicts.append(record)
+    return verdicts
 
 # %% ../../nbs/10_evaluation/01_parts.ipynb #c61c82b2
 def evaluation_parts(
@@ -147,7 +147,7 @@ def draw_part(
             model=model, settings=settings, prompts=prompts, places=places, arm=arm, split=split
         )
         numbers = [p for p, _ in places]
-        found = score_prompt_images(
+        verdicts = score_prompt_images(
             sampled,
             [prompts[p] for p in numbers],
             scorers,
@@ -155,7 +155,7 @@ def draw_part(
             groups=numbers,
         )
         images |= zip(places, sampled, strict=True)
-        judged |= zip(places, found, strict=True)
+        judged |= zip(places, verdicts, strict=True)
 
     records = []
     make_folders(folder / arm)

@@ -163,9 +163,11 @@ def _measure_distances_by_size(
         for size in dict.fromkeys(sizes):
             of_size = [i for i, own in enumerate(sizes) if own == size]
             policy.set_resolution(size)
-            found = measure_distances(policy=policy, chosen=[chosen[i] for i in of_size], **rest)
+            distances = measure_distances(
+                policy=policy, chosen=[chosen[i] for i in of_size], **rest
+            )
             for name in DISTANCE_KINDS:
-                measured[name].append(found[name])
+                measured[name].append(distances[name])
             order += of_size
     finally:
         policy.set_resolution(former)

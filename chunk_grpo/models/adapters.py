@@ -85,15 +85,15 @@ def find_adapter_file(
             raise InputError(
                 f"`lora_start` must be a run that has finished; {path} has no final weights"
             )
-    found = [folder / name for name in _ADAPTER_FILES if (folder / name).is_file()]
-    found = found or sorted(folder.glob("*.safetensors"))
-    if not found:
+    files = [folder / name for name in _ADAPTER_FILES if (folder / name).is_file()]
+    files = files or sorted(folder.glob("*.safetensors"))
+    if not files:
         raise InputError(f"`lora_start` must hold an adapter (*.safetensors); {folder} has none")
-    if len(found) > 1 and found[0].name not in _ADAPTER_FILES:
+    if len(files) > 1 and files[0].name not in _ADAPTER_FILES:
         raise InputError(
-            f"`lora_start` must name one file of {folder}, which has {len(found)}, such as {found[0].name}"
+            f"`lora_start` must name one file of {folder}, which has {len(files)}, such as {files[0].name}"
         )
-    return found[0]
+    return files[0]
 
 # %% ../../nbs/03_models/06_adapters.ipynb #5b1f0a09
 @dataclass(frozen=True)

@@ -35,14 +35,14 @@ def normalize_text(text: str) -> str:
 
 def text_score(
     target: str,  # that was asked for
-    found: str,  # that was read
+    text: str,  # that was read
     distance: Callable[[str, str], int],  # edit distance
 ) -> float:  # 0 to 1
     """Score the text that was read."""
-    wanted, found = normalize_text(target), normalize_text(found)
-    if wanted in found:
+    wanted, text = normalize_text(target), normalize_text(text)
+    if wanted in text:
         return 1.0
-    return 1 - min(distance(wanted, found), len(wanted)) / len(wanted)
+    return 1 - min(distance(wanted, text), len(wanted)) / len(wanted)
 
 # %% ../../nbs/05_reward_serving/04_ocr.ipynb #0bc8b1aa
 class OCRReward:
@@ -87,7 +87,7 @@ def load_ocr() -> OCRReward:  # (images, prompts, records) -> scores
     def read(image: Image.Image) -> str:
         """Return the lines of an image, from top to bottom."""
         # RapidOCR reads arrays as OpenCV has them: blue, green, red.
-        found = engine(np.ascontiguousarray(np.asarray(image.convert("RGB"))[:, :, ::-1]))
-        return " ".join(found.txts or ())
+        result = engine(np.ascontiguousarray(np.asarray(image.convert("RGB"))[:, :, ::-1]))
+        return " ".join(result.txts or ())
 
     return OCRReward(read, Levenshtein.distance)

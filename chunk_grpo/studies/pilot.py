@@ -248,12 +248,14 @@ def tuned_rows(source: str | Path) -> list[dict]:  # source: name of a study, or
     study = load_study(source)
     rows = []
     for arm, best in read_tuned(find_study_folder(source)).items():
-        others = [point["gain"] for point in best["points"] if point["gain"] != best["gain"]]
+        other_gains = [point["gain"] for point in best["points"] if point["gain"] != best["gain"]]
         row = {"arm": arm}
         for name, value in best["settings"].items():
             row[name] = f"{value:g}" if isinstance(value, float) else str(value)
         row["gain"] = f"{best['gain']:+.3f}"
-        row["other points"] = f"{min(others):+.3f} to {max(others):+.3f}" if others else ""
+        row["other points"] = (
+            f"{min(other_gains):+.3f} to {max(other_gains):+.3f}" if other_gains else ""
+        )
         row["at the edge"] = ", ".join(at_edge(study, best["settings"], arm, best["points"]))
         rows.append(row)
     return rows

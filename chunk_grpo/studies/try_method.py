@@ -469,7 +469,7 @@ def complete_rows(protocol: str | Path) -> list[dict]:  # protocol: name of a st
 def plan_content(
     protocol: Study,
     checked: CheckedMethod,
-    others: Sequence[str] = (),  # arms of the protocol beside its reference
+    other_arms: Sequence[str] = (),  # arms of the protocol beside its reference
     quick: bool = False,
 ) -> dict:  # of study.yaml
     """Return the study of a try: arms, seeds, comparisons, and the grid of the method and of the reference."""
@@ -479,10 +479,10 @@ def plan_content(
         own_arm = f"{own_arm}-of-file"
     file, _, class_name = checked.path.rpartition(":")
     arms = {own_arm: checked.changes | {"method": f"{Path(file).name}:{class_name}"}}
-    arms |= {arm: protocol.arms[arm] for arm in (reference, *others)}
+    arms |= {arm: protocol.arms[arm] for arm in (reference, *other_arms)}
     contrasts = {f"against {reference}": [[own_arm, reference]]}
-    if others:
-        contrasts["against the others"] = [[own_arm, arm] for arm in others]
+    if other_arms:
+        contrasts["against the others"] = [[own_arm, arm] for arm in other_arms]
     own = {own_arm: checked.grid, reference: protocol.tune_own.get(reference, {})}
     kept = (
         "outcome",
@@ -716,13 +716,13 @@ def page_text(
             }
         )
     changes = [f"{k}={v}" for k, v in study.arms[own_arm].items() if k != "method"]
-    others = ""
+    remark = ""
     if left_out:
-        others = (
+        remark = (
             f" Not on this page, because their budget or their rows differ: {', '.join(left_out)}."
         )
     elif len(study.arms) == 2:
-        others = f" No complete rows of the study {protocol} are kept, so no other method is on this page."
+        remark = f" No complete rows of the study {protocol} are kept, so no other method is on this page."
     parts = [
         f"# {study.title}",
         study.question,
@@ -732,7 +732,7 @@ def page_text(
         READING,
         "## Ranks",
         markdown_table(rank_table(rows, study.outcome)),
-        f"Arms whose comparison says *not different* may change places with other seeds.{others}",
+        f"Arms whose comparison says *not different* may change places with other seeds.{remark}",
         "## How it was run",
         f"The protocol is that of the study {protocol}: {study.seeds} seeds from {study.first_seed} on, after tuning with "
         f"{study.tune_seeds} other seeds on {study.tune_prompts}. {own_arm} changes "
@@ -798,23 +798,23 @@ def _make_plan(
     kept = complete_rows(protocol)
     tuned = read_tuned(find_study_folder(protocol))
     candidates = [arm for arm in study.arms if kept and arm != study.reference]
-    others = [arm for arm in candidates if is_equal_budget(study.arms[arm])]
+    other_arms = [arm for arm in candidates if is_equal_budget(study.arms[arm])]
     plan = out / "plan"
-    content = plan_content(study, checked, others, quick)
+    content = plan_content(study, checked, other_arms, quick)
     own_arm = next(iter(content["arms"]))
-    theirs = {arm: tuned[arm] for arm in (study.reference, *others) if arm in tuned}
+    theirs = {arm: tuned[arm] for arm in (study.reference, *other_arms) if arm in tuned}
     write_plan(plan, content, protocol, checked.path)
-    if others:
+    if other_arms:
         with atomic_write(plan / TUNED_FILE) as temporary:
             temporary.write_text(dump_yaml(theirs, width=120), encoding="utf-8")
         stale = set()
         for trial in expand_trials(plan):
-            if trial.arm in others and trial.arm not in stale:
+            if trial.arm in other_arms and trial.arm not in stale:
                 if find_finished_row(trial, out / "trials", kept) is None:
                     stale.add(trial.arm)
         (plan / TUNED_FILE).unlink()
-        others = [arm for arm in others if arm not in stale]
-        content = plan_content(study, checked, others, quick)
+        other_arms = [arm for arm in other_arms if arm not in stale]
+        content = plan_content(study, checked, other_arms, quick)
         write_plan(plan, content, protocol, checked.path)
 
     # What the protocol has tuned is not tuned again.
@@ -827,7 +827,7 @@ def _make_plan(
         "contrasts": {},
     }
     write_plan(out / "tuning" / "plan", tuning, protocol, checked.path)
-    left_out = [arm for arm in candidates if arm not in others]
+    left_out = [arm for arm in candidates if arm not in other_arms]
     write_json(out / "others.json", {"tuned": theirs, "left_out": left_out})
 
 

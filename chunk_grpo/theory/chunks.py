@@ -140,17 +140,17 @@ def parse_chunk_numbers(
     """
     if text.strip() == "all":
         return list(range(count))
-    found = [int(part) for part in text.split(",") if re.fullmatch(" *[0-9]{1,6} *", part)]
+    numbers = [int(part) for part in text.split(",") if re.fullmatch(" *[0-9]{1,6} *", part)]
     if (
-        len(found) < len(text.split(","))
-        or len(set(found)) < len(found)
-        or not set(found) <= set(range(1, count + 1))
+        len(numbers) < len(text.split(","))
+        or len(set(numbers)) < len(numbers)
+        or not set(numbers) <= set(range(1, count + 1))
     ):
         raise InputError(
             f"`train_chunks` must be all, or different numbers from 1 to {count}, the number of chunks, "
             f"with commas between, such as 1; got {text!r}"
         )
-    return sorted(n - 1 for n in found)
+    return sorted(n - 1 for n in numbers)
 
 # %% ../../nbs/00_theory/02_chunks.ipynb #7d377ebe
 @dataclass(frozen=True)

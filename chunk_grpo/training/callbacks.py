@@ -208,8 +208,8 @@ def _clip_alarm(lines: Sequence[dict], settings: Settings) -> str:
     """Check whether the clip takes nearly all gradients of later updates."""
 
     def share(line: dict) -> float:
-        found = [x for x in line.get("clip_fraction") or [] if x is not None]
-        return sum(found) / len(found) if found else 0.0
+        fractions = [x for x in line.get("clip_fraction") or [] if x is not None]
+        return sum(fractions) / len(fractions) if fractions else 0.0
 
     most = (settings.updates_per_iteration - 1) / settings.updates_per_iteration
     if not most or not _holds_in_a_row(lines, lambda line: share(line) > 0.75 * most):
@@ -266,14 +266,14 @@ def _first_and_last(
     lines: Sequence[dict], name: str
 ) -> tuple[float, float, float] | None:  # None: too few iterations
     """Mean of a number in the first and in the last iterations of a run, and the standard error of their difference."""
-    found = [
+    values = [
         line[name]
         for line in [*lines[: _WINDOW + 1], *lines[-_WINDOW:]]
         if line.get(name) is not None
     ]
-    if len(lines) <= 2 * _WINDOW or len(found) < 2 * _WINDOW:
+    if len(lines) <= 2 * _WINDOW or len(values) < 2 * _WINDOW:
         return None
-    first, last = found[:_WINDOW], found[-_WINDOW:]
+    first, last = values[:_WINDOW], values[-_WINDOW:]
     error = math.sqrt(sum(statistics.variance(part) for part in (first, last)) / _WINDOW)
     return statistics.fmean(first), statistics.fmean(last), error
 

@@ -92,10 +92,10 @@ def write_manifest(
 
 def list_checkpoints(run: Path) -> list[Path]:
     """List the run's checkpoints, oldest first, complete or not."""
-    found = [
+    folders = [
         p for p in (Path(run) / "checkpoints").glob("[0-9]*") if p.name.isdecimal() and p.is_dir()
     ]
-    return sorted(found, key=lambda p: int(p.name))
+    return sorted(folders, key=lambda p: int(p.name))
 
 
 def remove_old_checkpoints(run: Path, keep: int, keep_every: int) -> None:

@@ -45,9 +45,9 @@ def count_seconds(
 ) -> Iterator[None]:
     """Add the seconds spent in this phase, nested phases excluded, to `seconds[name]`."""
     start = time.perf_counter()
-    others = sum(seconds.values())
+    before = sum(seconds.values())
     yield
-    seconds[name] += time.perf_counter() - start - (sum(seconds.values()) - others)
+    seconds[name] += time.perf_counter() - start - (sum(seconds.values()) - before)
 
 # %% ../../nbs/07_training/11_groups.ipynb #ca6892ed
 @dataclass(frozen=True)
@@ -143,8 +143,8 @@ def sample_groups(state: TrainingState) -> Rollout:
     combined = credit.combine_rewards(groups, state.reward_weights)
 
     # The other rewards get no credit, so they leave the scores here.
-    others = {name: scores.pop(name) for name in other_rewards}
-    anchored = anchored_images(state, combined.flatten(), others)
+    unweighted_scores = {name: scores.pop(name) for name in other_rewards}
+    anchored = anchored_images(state, combined.flatten(), unweighted_scores)
     context = replace(before, trajectories=paths, anchored=anchored)
 
     # Compare the images of each group. Credit for chunks samples and scores completions first.

@@ -118,20 +118,20 @@ def resume(
     say: Callable[[str], None] = print,  # prints a warning
 ) -> None:
     """Resume from the newest whole checkpoint, if any; raise InputError if there are some and none is whole."""
-    found = checkpoints.list_checkpoints(state.run)
+    folders = checkpoints.list_checkpoints(state.run)
     problems = {}
     groups = {}
     rest = {}
-    while found:
-        groups, rest, problem = _read_checkpoint(state, found[-1])
+    while folders:
+        groups, rest, problem = _read_checkpoint(state, folders[-1])
         if not problem:
             break
-        problems[found.pop()] = problem.rstrip(".")
-    if problems and not found:
+        problems[folders.pop()] = problem.rstrip(".")
+    if problems and not folders:
         raise InputError(f"{next(iter(problems.values()))}; no checkpoint of this run can be used.")
-    folder = found[-1] if found else None
+    folder = folders[-1] if folders else None
     for old, problem in problems.items():
-        say(f"warning: {problem}; the run resumes from {found[-1].name}")
+        say(f"warning: {problem}; the run resumes from {folders[-1].name}")
         if state.accelerator.is_main_process:
             aside = old.with_name(f"damaged-{old.name}")
             shutil.rmtree(aside, ignore_errors=True)
