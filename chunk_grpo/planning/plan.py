@@ -237,8 +237,8 @@ def _apply_savings(
     # Only a frozen base can be quantized.
     if "quantization" in changes and not changes.get("lora_rank", settings.lora_rank):
         return None
-    # One process has no other to share weights with.
-    if "sharding" in changes and processes == 1:
+    # One process has no other to share weights with, but can leave them in host memory.
+    if "sharding" in changes and "sharding_offload" not in changes and processes == 1:
         return None
     # Only a frozen base can stay in host memory.
     if "sharding_offload" in changes and not changes.get("lora_rank", settings.lora_rank):
