@@ -101,7 +101,7 @@ def write(
     rows = [
         row(name, arm, seed, (effects or {}).get(arm, 0.1))
         for arm in only or asked["arms"]
-        for seed in asked["seeds"][:seeds]
+        for seed in asked["seeds_of_arm"][arm][:seeds]
     ]
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{name}.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))

@@ -45,7 +45,8 @@ STUDY_ROWS_FOLDER = PRESETS_DIR / "results" / "studies"
 def describe_study(name: str) -> dict:  # title, question, reference, arms, evaluation, splits ...
     """Return the fields of a study, such as chunk-setting, with its seeds as a list; raise InputError if there is none."""
     study = load_study(name)
-    return study.model_dump() | {"seeds": list(study.seed_range)}
+    seeds_of_arm = {arm: list(study.seeds_of(arm)) for arm in study.arms}
+    return study.model_dump() | {"seeds": list(study.seed_range), "seeds_of_arm": seeds_of_arm}
 
 
 def load_study_rows(
@@ -84,19 +85,21 @@ def missing_runs_note(
     study: Mapping,  # as `describe_study` returns it
 ) -> str:
     """Return a sentence on the arms and seeds that were planned and have no run."""
+    counts = sorted({len(seeds) for seeds in study["seeds_of_arm"].values()})
+    planned = " or ".join(map(str, counts))
     if not rows:
-        return f"No run of this study is kept yet; planned: {len(study['arms'])} arms, {len(study['seeds'])} seeds."
+        return f"No run of this study is kept yet; planned: {len(study['arms'])} arms, {planned} seeds."
     finished = {(row["arm"], row["seed"]) for row in rows}
     missing = []
     for arm in study["arms"]:
-        seeds = [seed for seed in study["seeds"] if (arm, seed) not in finished]
-        if len(seeds) == len(study["seeds"]) and seeds:
+        seeds = [seed for seed in study["seeds_of_arm"][arm] if (arm, seed) not in finished]
+        if len(seeds) == len(study["seeds_of_arm"][arm]):
             missing.append(f"{arm} (all seeds)")
         elif seeds:
             missing.append(f"{arm} (seed {', '.join(map(str, seeds))})")
     if missing:
         return f"Not there yet: {'; '.join(missing)}."
-    return f"Every arm has its {len(study['seeds'])} planned seeds."
+    return f"Every arm has its {planned} planned seeds."
 
 
 def earlier_model_note(rows: Sequence[Mapping]) -> str:
