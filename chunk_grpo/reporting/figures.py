@@ -88,33 +88,33 @@ _STYLE = {
 }
 
 
-def method_colour(method: str) -> str:  # method: any name
-    """Return the colour of a method, the same in every figure."""
-    number = zlib.crc32(method.encode())  # the same in every process, unlike `hash`
-    return METHOD_COLOURS.get(method) or FURTHER_COLOURS[number % len(FURTHER_COLOURS)]
+def method_colour(method: str) -> str:  # method: its name; unknown names get a colour too
+    """Return the colour of a method, which is the same in every figure."""
+    name_hash = zlib.crc32(method.encode())  # the same in every process, unlike `hash`
+    return METHOD_COLOURS.get(method) or FURTHER_COLOURS[name_hash % len(FURTHER_COLOURS)]
 
 
 def create_subplots(
     columns: int = 1,  # panels side by side
     rows: int = 1,  # panels one above another
     size: tuple[float, float] = (7.0, 3.2),  # width and height, inches
-    **options,  # of matplotlib's `subplots`
-) -> tuple[Figure, np.ndarray]:  # figure and its panels, (rows, columns)
-    """Create an empty figure outside of pyplot."""
+    **options,  # passed on to matplotlib's `subplots`
+) -> tuple[Figure, np.ndarray]:  # the figure, and its panels as an array (rows, columns)
+    """Create a figure with empty panels, outside of pyplot."""
     figure = Figure(figsize=size, layout="constrained")
     FigureCanvasAgg(figure)
     return figure, figure.subplots(rows, columns, squeeze=False, **options)
 
 
 def with_house_style(draw: Callable) -> Callable:  # draw: a function that returns a figure, or None
-    """Decorate a function so that it draws in the house style, with every text taken literally."""
+    """Decorate a drawing function: apply the house style to its figure, and show dollar signs literally."""
 
     @functools.wraps(draw)
     def draw_in_style(*arguments, **options):
-        """Draw the figure, and turn off formulas in its texts."""
+        """Draw the figure in the house style, and turn off formulas in its texts."""
         with mpl.rc_context(_STYLE):
             figure = draw(*arguments, **options)
-        # The numbers of a logarithmic axis are formulas too, but they are written later.
+        # The tick labels of a logarithmic axis are formulas too, but matplotlib writes them later.
         for text in figure.findobj(Text) if figure else ():
             if "$" in text.get_text():
                 text.set_parse_math(False)
@@ -125,9 +125,9 @@ def with_house_style(draw: Callable) -> Callable:  # draw: a function that retur
 
 def short_name(
     name: str,  # of a reward, a run or a setting
-    longest: int = 44,  # letters
+    longest: int = 44,  # most characters
 ) -> str:
-    """Return the name, or its two ends if it is longer than `longest`."""
+    """Return the name, with its middle cut out if it is longer than `longest`."""
     half = longest // 2 - 2
     return name if len(name) <= longest else f"{name[:half]} ... {name[-half:]}"
 
@@ -143,11 +143,11 @@ def figure_to_png(
 
 
 def display_figure(
-    figure: Figure,  # one of this page
+    figure: Figure,  # any figure of matplotlib
     caption: str,  # one or two sentences
     dpi: int = 160,  # pixels per inch
 ) -> None:
-    """Display a figure at 100 pixels of the page per inch, with its caption below."""
+    """Display a figure with its caption below, at 100 page pixels per inch."""
     width = round(figure.get_size_inches()[0] * 100)
     display(Image(figure_to_png(figure, dpi), width=width, alt=caption))
     display(HTML(f'<p class="caption">{markup.escape(caption)}</p>'))
@@ -155,21 +155,21 @@ def display_figure(
 # %% ../../nbs/12_reporting/00_figures.ipynb #44ba3dc6
 def metric_series(
     metrics: pd.DataFrame,  # a row per iteration
-    name: str,  # of the column
-) -> pd.Series:  # by iteration; empty if there is no such column
-    """Return the values of a column without those that are missing."""
+    name: str,  # a column of the metrics
+) -> pd.Series:  # indexed by iteration; empty if there is no such column
+    """Return the values of a metric by iteration, without missing ones."""
     return metrics.set_index("iteration").get(name, pd.Series(dtype=float)).dropna().astype(float)
 
 
 def draw_mean(
     axis: Axes,  # a panel
     metrics: pd.DataFrame,  # a row per iteration
-    name: str,  # of the column
-    error: str,  # column of its standard error
+    name: str,  # a column of the metrics
+    error: str,  # column of its standard error; "" or a missing column: no band
     colour: str,  # of line and band
     label: str,  # of the line, in the legend; empty for none
 ) -> None:
-    """Draw a column as a line, with its 95% interval if there is a standard error."""
+    """Draw a metric as a line, with its 95% interval as a band if its standard error is known."""
     mean = metric_series(metrics, name)
     if len(mean):
         half_width = NORMAL_QUANTILE * metric_series(metrics, error).reindex(mean.index)
@@ -188,12 +188,12 @@ def draw_mean(
 def draw_held_out(
     axis: Axes,  # a panel
     metrics: pd.DataFrame,  # a row per iteration
-    reward: str,  # scored on held-out prompts
+    reward: str,  # name of a reward that was scored on held-out prompts
     colour: str,  # of the trained weights
 ) -> None:
     """Draw held-out scores with 95% intervals: trained weights, hybrid inference, and the base as a dotted line."""
     column = f"eval_{reward}"
-    # The points of hybrid inference stand a little to the right, so that intervals do not hide each other.
+    # Shift the points of hybrid inference a little to the right, so that no interval hides another.
     offset = 0.008 * metrics.iteration.max()
     arms = {
         column: ("held-out prompts, trained", colour, "o", 0),
@@ -203,11 +203,11 @@ def draw_held_out(
         mean = metric_series(metrics, name)
         if not len(mean):
             continue
-        error = NORMAL_QUANTILE * metric_series(metrics, f"{name}_se").reindex(mean.index)
+        half_width = NORMAL_QUANTILE * metric_series(metrics, f"{name}_se").reindex(mean.index)
         axis.errorbar(
             mean.index + shift,
             mean,
-            yerr=error,
+            yerr=half_width,
             fmt=marker,
             color=arm_colour,
             label=label,
@@ -227,9 +227,9 @@ def draw_held_out(
 # %% ../../nbs/12_reporting/00_figures.ipynb #d9d886ed
 @with_house_style
 def plot_profile(
-    measured: Mapping,  # mean, std (T,), and chunks such as "2,3,4,7", or ""
+    measured: Mapping,  # keyed by mean, std, (T,) each, kind, and chunks such as "2,3,4,7", or ""
 ) -> Figure:
-    """Draw the relative distance of every transition, mean and spread, with the chunks as shaded blocks."""
+    """Draw the mean and spread of each transition's relative distance, with the chunks as shaded blocks."""
     figure, ((axis,),) = create_subplots(size=(7.0, 3.0))
     mean = np.asarray(measured["mean"])
     std = np.asarray(measured["std"])
@@ -261,7 +261,7 @@ def plot_profile(
     return figure
 
 # %% ../../nbs/12_reporting/00_figures.ipynb #a70c1398
-# Measures of an image grid in inches: an image's side, the prompt's column, gaps, and lines of text.
+# Dimensions of an image grid in inches: an image's side, the prompt column, gaps, and lines of text.
 _INCHES = {
     "side": 0.95,
     "text": 1.45,
@@ -283,28 +283,31 @@ def read_image(file: Path) -> PIL.Image.Image:
 
 
 @functools.cache
-def _letters_of(file: str) -> frozenset[int]:  # file: of a font
-    """Return the Unicode code points of the letters that a font draws."""
-    return frozenset(font_manager.get_font(file).get_charmap())
+def _font_code_points(font_file: str) -> frozenset[int]:
+    """Return the Unicode code points of the letters that a font can draw."""
+    return frozenset(font_manager.get_font(font_file).get_charmap())
 
 
 def choose_fonts(
-    text: str,
+    text: str,  # such as a prompt
 ) -> tuple[str, list[str]]:  # the text to draw, and the fonts to draw it with
-    """Find an installed font for letters that the figures' own font lacks, such as Chinese ones.
+    """Choose fonts for a text: the figures' usual one, and another for letters that it lacks, such as Chinese ones.
 
-    If no font has them, each is written as its Unicode code point, so that no empty box takes its place.
+    If no installed font has these letters, each is replaced by its Unicode code point, since matplotlib would draw
+    an empty box.
     """
     usual = mpl.rcParams["font.family"]
-    usual_letters = _letters_of(font_manager.findfont(font_manager.FontProperties(family=usual)))
+    usual_code_points = _font_code_points(
+        font_manager.findfont(font_manager.FontProperties(family=usual))
+    )
     missing = {
-        letter for letter in text if ord(letter) not in usual_letters and not letter.isspace()
+        letter for letter in text if ord(letter) not in usual_code_points and not letter.isspace()
     }
     if not missing:
         return text, usual
     missing_codes = {ord(letter) for letter in missing}
     for font in sorted(font_manager.fontManager.ttflist, key=lambda font: font.name):
-        if "Last Resort" not in font.name and missing_codes <= _letters_of(font.fname):
+        if "Last Resort" not in font.name and missing_codes <= _font_code_points(font.fname):
             return text, [*usual, font.name]
     escaped = [f"\\u{{{ord(letter):x}}}" if letter in missing else letter for letter in text]
     return "".join(escaped), usual
@@ -312,14 +315,14 @@ def choose_fonts(
 
 @with_house_style
 def plot_image_grid(
-    images: Sequence[Sequence[PIL.Image.Image | Path]],  # rows of images, or of files
+    images: Sequence[Sequence[PIL.Image.Image | Path]],  # (prompts, columns), images or their files
     prompts: Sequence[str],  # one per row
-    columns: Sequence[str],  # names of the arms
-    below: Sequence[Sequence[str]] | None = None,  # a short text under each image
-    blocks: int = 1,  # set side by side
+    columns: Sequence[str],  # a heading per column, such as the name of an arm
+    below: Sequence[Sequence[str]] | None = None,  # a short text per image, drawn under it
+    blocks: int = 1,  # number of blocks, side by side, into which the rows are split
 ) -> Figure:
-    """Draw images side by side: a row per prompt, a column per arm."""
-    # All lengths are inches; positions count from the top left.
+    """Draw a grid of images with a row per prompt and a column per arm."""
+    # All lengths are in inches; positions are measured from the top left.
     inches = _INCHES
     side = inches["side"]
     block_rows = -(-len(prompts) // blocks)  # rounded up
@@ -361,11 +364,11 @@ def plot_image_grid(
     return figure
 
 # %% ../../nbs/12_reporting/00_figures.ipynb #9fe734b6
-def _choose_rows(
+def _choose_evenly_spaced_rows(
     scores: pd.DataFrame,  # as for `plot_before_after`
-    count: int,  # prompts
-) -> tuple[list[str], list[list]]:  # arms; rows of `scores`, a list per prompt with one row per arm
-    """Choose prompts that are evenly spaced in the list, and return their first images from every arm."""
+    count: int,  # number of prompts
+) -> tuple[list[str], list[list]]:  # arms; and per prompt a list with one row of `scores` per arm
+    """Choose evenly spaced prompts, and return the row of the first image of each from every arm."""
     first = scores[scores.image_index == scores.image_index.min()]
     prompt_indices = sorted(first.prompt_index.unique())
     count = min(count, len(prompt_indices))
@@ -377,16 +380,16 @@ def _choose_rows(
 
 def plot_before_after(
     scores: pd.DataFrame,  # a row per image: arm, prompt_index, image_index, prompt, file, scores
-    folder: Path,  # that the files lie in
-    name: str,  # reward whose scores stand below the images
+    folder: Path,  # that contains the files
+    name: str,  # reward whose scores are shown below the images
     count: int = 6,  # rows
 ) -> Figure:
     """Draw images of the same prompts and seeds from every arm of an evaluation."""
-    arms, rows = _choose_rows(scores, count)
+    arms, rows = _choose_evenly_spaced_rows(scores, count)
     images = [[file_of_run(folder, cell.file) for cell in row] for row in rows]
     columns = [ARM_LABELS[arm] for arm in arms]
     below = [[f"{cell.scores[name]:.2f}" for cell in row] for row in rows]
-    # A model that edits images: the images it edits come first.
+    # For a model that edits images, the source images come first.
     if "source" in scores:
         columns = ["source", *columns]
         images = [
@@ -406,12 +409,12 @@ def plot_before_after(
 
 def checker_notes(
     scores: pd.DataFrame,  # as for `plot_before_after`
-    folder: Path,  # of the image files
+    folder: Path,  # that contains the image files
     count: int = 6,  # rows, as in the figure
-) -> list[str]:  # one per image of the figure that the checker calls wrong; none without its scores
-    """Return what the pocket world's checker sees in the images that it calls wrong."""
+) -> list[str]:  # one per rejected image of the figure; empty if the checker gave no scores
+    """State what the pocket world's checker detects in the images that it rejects."""
     notes = []
-    _, rows = _choose_rows(scores, count)
+    _, rows = _choose_evenly_spaced_rows(scores, count)
     for cell in itertools.chain.from_iterable(rows):
         if cell.scores.get("pocket-geneval") == 0:
             image = read_image(file_of_run(folder, cell.file))
@@ -425,8 +428,8 @@ def plot_deltas(
     summary: Mapping[str, Mapping],  # reward -> {"plain-base": {mean, lo, hi}, ...}
     colour: str = METHOD_COLOURS["chunk"],  # of the trained weights
 ) -> Figure:
-    """Draw differences to the base with their 95% intervals, a panel per reward."""
-    # Of each reward the arms that have a difference; the last one is drawn at the bottom.
+    """Draw each arm's difference from the base with its 95% interval, one panel per reward."""
+    # For each reward, the arms that have a difference, from the bottom row to the top.
     arms_of = {}
     for name, row in summary.items():
         differences = [key for key in row if key.endswith("-base") and row[key]]
@@ -473,7 +476,7 @@ def plot_categories(
     name: str,  # of the reward
     colour: str = METHOD_COLOURS["chunk"],  # of the trained weights
 ) -> Figure:
-    """Draw the mean of every category, a dot per arm."""
+    """Draw the mean score of every category, with a dot per arm."""
     colours = METHOD_COLOURS | {"plain": colour}
     arms = {arm: arms[arm] for arm in ARM_LABELS if arm in arms}
     categories = list(dict.fromkeys(c for values in arms.values() for c in values))[::-1]
@@ -500,11 +503,11 @@ def plot_categories(
 # %% ../../nbs/12_reporting/00_figures.ipynb #845b639a
 @with_house_style
 def plot_progress(
-    lines: Sequence[Mapping],  # of the metrics, up to the latest iteration
+    lines: Sequence[Mapping],  # of the metrics, one per iteration so far
     settings: Settings,  # of the run
-    name: str | None = None,  # reward whose held-out scores are drawn
+    name: str | None = None,  # reward whose held-out scores are drawn; None: no such scores
 ) -> Figure:
-    """Draw the run so far, with the time left above."""
+    """Draw the progress of a run so far, with the remaining time in the title."""
     figure, (axes,) = create_subplots(2, size=(8.4, 2.9), gridspec_kw={"width_ratios": [2, 1]})
     metrics = pd.DataFrame(lines)
     colour = method_colour(method_label(settings))
@@ -551,14 +554,14 @@ def plot_progress(
 
 # %% ../../nbs/12_reporting/00_figures.ipynb #8a7f97e7
 class LiveFigure:
-    """One figure that follows a run; call it with every new line of the metrics."""
+    """Draw a run's progress in one figure, redrawn in place; call it with every new line of metrics."""
 
     def __init__(
         self,
         settings: Settings,  # of the run
-        interval: float = 2.0,  # seconds between two drawings
+        interval: float = 2.0,  # least seconds between two drawings
     ):
-        """Choose the first training reward that is also scored on held-out prompts."""
+        """Prepare the figure, with the first training reward that is also scored on held-out prompts."""
         self.settings = settings
         self.interval = interval
         self.name = next(
@@ -571,10 +574,10 @@ class LiveFigure:
     def __call__(
         self,
         line: Mapping,  # of the metrics
-        settings: Settings | None = None,  # unused: as a run's callback gets it
+        settings: Settings | None = None,  # unused; a run passes it to every callback
     ) -> None:
-        """Add a line of the metrics, and draw again if it is time or the run has ended."""
-        # A resumed run may repeat iterations, which replace those from before.
+        """Add a line of metrics, and redraw the figure if `interval` has passed or the run has ended."""
+        # A resumed run may repeat iterations; the repeated ones replace the earlier ones.
         earlier = [old for old in self.lines if old["iteration"] < line["iteration"]]
         self.lines = earlier + [dict(line)]
         if (
@@ -584,7 +587,7 @@ class LiveFigure:
             self.draw()
 
     def draw(self) -> None:
-        """Draw the figure, in place if it is displayed already."""
+        """Draw the figure; if it is displayed already, replace it in place."""
         png = figure_to_png(plot_progress(self.lines, self.settings, self.name))
         image = Image(png, width=760, alt="The run so far")
         if self.handle is None:
@@ -599,19 +602,19 @@ def watch_run(
     on_log: Callable | None = None,  # called with (line, settings); None: the live figure
     interval: float = 1.0,  # seconds between two reads of the folder
 ) -> str:  # finished, failed or interrupted
-    """Follow a run through its folder until it has ended."""
+    """Follow a run by reading its folder until it has ended, and return its status."""
     settings = read_run_settings(run)
     on_log = on_log or LiveFigure(settings)
-    last = -1  # iteration
+    last_iteration = -1
     while True:
         # The status is read before the lines, so that lines written before the end are not missed.
         status = read_run_info(run)["status"]
         lines = read_metrics_lines(run)
         # A resumed run may have gone back to an earlier iteration.
-        last = min(last, max([line["iteration"] for line in lines], default=-1))
+        last_iteration = min(last_iteration, max([line["iteration"] for line in lines], default=-1))
         for line in lines:
-            if line["iteration"] > last:
-                last = line["iteration"]
+            if line["iteration"] > last_iteration:
+                last_iteration = line["iteration"]
                 on_log(line, settings)
         if status not in ("created", "running"):
             return status
