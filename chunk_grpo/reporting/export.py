@@ -29,12 +29,12 @@ from ..runs import run_folder
 # %% ../../nbs/12_reporting/06_export.ipynb #b77461c3
 def _copy_pipeline(
     base: Path,  # folder of the base model
-    folder: Path,  # to copy into
+    folder: Path,  # existing folder to copy into
 ) -> None:
-    """Copy a pipeline of diffusers without its transformer."""
+    """Copy a diffusers pipeline without its transformer."""
     shutil.copyfile(base / "model_index.json", folder / "model_index.json")
     for name, classes in inputs.read_model_json(base, "model_index.json").items():
-        # The index also holds options, and modules that this pipeline does without.
+        # The index also lists options, and modules that this pipeline does not have.
         is_module = isinstance(classes, list) and classes[1:] and classes[1]
         if is_module and name != "transformer" and (base / name).is_dir():
             ignored = shutil.ignore_patterns(*inputs.OTHER_FILES)
@@ -44,12 +44,12 @@ def _copy_pipeline(
 def _export_adapter(
     run: Path,  # the run's folder
     weights: Path,  # a folder with the adapter, as training wrote it
-    folder: Path,  # that exists
+    folder: Path,  # existing folder to write into
     layout: str,  # one of `adapters.LAYOUTS`
     base: Path,  # the model's folder
-    family: str,  # the setting
+    family: str,  # the setting `family`
 ) -> None:
-    """Write a run's adapter in a layout, and beside it the one that it started from."""
+    """Write a run's adapter in a layout, together with the adapter that it started from, if any."""
     pipeline, network = adapters.read_network(base, family)
     trained = adapters.read_adapter(str(weights), pipeline, network)
     adapters.write_adapter(trained, folder, layout)
@@ -67,15 +67,15 @@ def _export_adapter(
 @checked(run=path(), folder=path())
 def export_run(
     run: Path | str,  # a run's folder, finished or with a checkpoint
-    folder: Path | str,  # to be made
+    folder: Path | str,  # a new folder
     trust: bool = False,  # load and copy what a run from elsewhere names, and quote its prompts
-    # of an adapter: diffusers, peft, or kohya, whose names ComfyUI reads too
+    # layout of an adapter: diffusers, peft, or kohya, which ComfyUI reads too
     layout: Literal["diffusers", "peft", "kohya"] = "diffusers",
 ) -> Path:  # the folder
     """Export a run's newest weights, with a model card that says how to sample with diffusers.
 
-    An adapter has a scale of 1, so that every reader computes the same; all weights are a pipeline's folder. Raises
-    InputError for bad input.
+    An adapter is written with a scale of 1, so that every program that reads it computes the same. If all weights
+    were trained, the folder is a whole pipeline. Raises InputError for bad input.
     """
     run = run_folder.find_run(run)
     out = Path(os.path.abspath(folder))
@@ -101,7 +101,7 @@ def export_run(
         inputs_used.append("eval_prompts")
     run_folder.check_run_inputs(run, settings, inputs_used)
     if weights.name == "final":
-        # Raises InputError for weights that are cut or not finite, even if run.json has no hashes.
+        # Raises InputError for weights that are truncated or not finite, even if run.json has no hashes.
         read_saved_weights(weights)
 
     card = model_card(run, settings, weights, name=out.name, trust=trust, layout=layout)
@@ -140,9 +140,9 @@ def export_run(
 def check_hub_login(
     repo_id: str,  # NAME/REPOSITORY
 ) -> None:
-    """Check that you can log in at the hub, and that a repository may have this name.
+    """Raise InputError unless you are logged in at the hub and a repository may have this name.
 
-    Raise InputError if not, or if HF_HUB_OFFLINE is set.
+    Also raises InputError if HF_HUB_OFFLINE is set.
     """
     from huggingface_hub import HfApi, constants
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
@@ -176,13 +176,13 @@ def check_hub_login(
 
 @checked(folder=path())
 def push_to_hub(
-    folder: Path | str,  # of `export_run`
+    folder: Path | str,  # as `export_run` writes it
     repo_id: str,  # NAME/REPOSITORY; created if it does not exist
     private: bool = True,  # create a new repository as private; an existing one stays as it is
 ) -> str:  # address of the repository
     """Upload an exported folder to a repository of the hub.
 
-    Raise InputError if the hub rejects it; the folder stays as it is.
+    Raises InputError if the hub rejects it; the folder stays as it is.
     """
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError

@@ -27,7 +27,7 @@ SOURCE_FILE = "source.png"  # in an exported folder: the image that the card's p
 
 # %% ../../nbs/12_reporting/05_model_card.ipynb #65a9450d
 def is_hub_id(model: str) -> bool:
-    """Return True if a model is named as on the hub, and is no folder here."""
+    """Return True if a model's name has the form of a hub id, and is neither a shipped model nor an existing path."""
     return (
         bool(re.fullmatch(r"[\w.-]+/[\w.-]+", model))
         and model not in POCKET_MODELS
@@ -37,12 +37,12 @@ def is_hub_id(model: str) -> bool:
 
 def pipeline_options(
     settings: setting.Settings,
-    pipeline: str,  # its class in diffusers
+    pipeline: str,  # name of its class in diffusers
     negative_prompt: str | None = None,  # of the prompt; None: the run's
 ) -> dict:
-    """Return the arguments with which a pipeline of diffusers samples as an evaluation does.
+    """Return the arguments with which a diffusers pipeline samples as an evaluation does.
 
-    Prompt and noise are not among them, and neither is FLUX.2's negative prompt, which its pipeline takes as embeddings alone.
+    They do not include the prompt, the noise, or FLUX.2's negative prompt, which its pipeline takes only as embeddings.
     """
     _, (guidance, scale) = setting.guidance_scales(settings)
     if negative_prompt is None:
@@ -74,13 +74,13 @@ def pipeline_options(
             options |= {"true_cfg_scale": scale, "negative_prompt": negative_prompt}
         elif negative_prompt and pipeline != "Flux2KleinPipeline":
             options["negative_prompt"] = negative_prompt
-    if pipeline == "FluxKontextPipeline":  # which changes sizes to its own without these
+    if pipeline == "FluxKontextPipeline":  # without these, it changes sizes to its own
         options |= {"max_area": height * width, "_auto_resize": False}
     return options
 
 # %% ../../nbs/12_reporting/05_model_card.ipynb #fc02ecb0
 def _markdown_table(rows: Sequence[Mapping]) -> str:  # rows: column -> anything
-    """Return rows as a table of markdown, every cell as text."""
+    """Return rows as a Markdown table, with every cell escaped as plain text."""
 
     def cell(value: object) -> str:
         """Return a value as one line of escaped text, shortened to 200 characters."""
@@ -95,7 +95,7 @@ def _markdown_table(rows: Sequence[Mapping]) -> str:  # rows: column -> anything
 
 # %% ../../nbs/12_reporting/05_model_card.ipynb #97d26d43
 def card_data(settings: setting.Settings) -> ModelCardData:
-    """Return the header of a card, which the hub reads."""
+    """Return the metadata header of a model card, which the hub reads."""
     base = settings.model if is_hub_id(settings.model) else None
     licence: dict[str, Any]
     if settings.model in POCKET_MODELS:
@@ -121,10 +121,10 @@ def model_card(
     settings: setting.Settings,  # of the run
     weights: Path,  # as `find_newest_weights` returns it
     name: str,  # of the folder that is exported
-    trust: bool = False,  # quote a file that a run from elsewhere names
-    layout: str = "diffusers",  # of an adapter
-) -> str:  # README.md
-    """Return the model card of a run's weights."""
+    trust: bool = False,  # quote prompts from a file that a run from elsewhere names
+    layout: str = "diffusers",  # of an adapter, one of `adapters.LAYOUTS`
+) -> str:
+    """Return the model card of a run's weights, the text of README.md."""
     is_final = weights.name == "final"
     is_hub_base = is_hub_id(settings.model)
     # The scores are those of the final weights, so a card of a checkpoint has none.
@@ -141,7 +141,7 @@ def model_card(
         "method": settings.method,
         "rewards": " and ".join(setting.reward_weights(settings)),
     }
-    # Of files of code only the name is shown.
+    # Show only the names of code files, without their folders.
     for key, text in described.items():
         described[key] = re.sub(r"(?<![\w:/.])/(?:[^/\s,'\"]+/)+", "", text)
 

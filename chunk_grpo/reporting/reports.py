@@ -57,9 +57,9 @@ def find_report_notebook(name: str | Path) -> Path:  # name of a shipped report,
 
 
 def report_parameters(
-    name: str | Path,
-) -> dict[str, dict]:  # name of a shipped report, or a notebook file
-    """Read the parameters of a report notebook: name -> `{"type": "int", "default": 1, "help": "..."}`."""
+    name: str | Path,  # name of a shipped report, or a notebook file
+) -> dict[str, dict]:  # keyed by parameter, such as {"type": "int", "default": 1, "help": "..."}
+    """Read the type, default and help of each parameter of a report notebook."""
     import papermill  # here, since it takes a second
 
     parameters = {}
@@ -72,8 +72,8 @@ def report_parameters(
     return parameters
 
 
-# Type in a notebook -> its name in errors, and the Python types of its values.
-_KINDS = {
+# A parameter's type in a notebook -> its description in errors, and the Python types allowed.
+_PARAMETER_TYPES = {
     "str": ("a text", str),
     "int": ("a whole number", int),
     "float": ("a number", int, float),
@@ -81,34 +81,40 @@ _KINDS = {
     "list": ("a list", list, tuple),
     "dict": ("a mapping", dict),
 }
-_HOLD_TEXTS = ("overrides", "runs", "callbacks", "shown", "names")  # lists and mappings of texts
+_COLLECTIONS_OF_TEXTS = (
+    "overrides",
+    "runs",
+    "callbacks",
+    "shown",
+    "names",
+)  # these lists and mappings hold texts
 
 
-def _check_name(
+def _check_parameter_name(
     key: str,  # of a parameter
     known: Collection[str],  # the report's parameters
     name: str | Path,  # of the report
 ) -> None:
-    """Raise InputError if a report has no parameter of this name."""
+    """Raise InputError unless the report has a parameter of this name."""
     if key not in known:
         near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
         hint = f"did you mean `{near[0]}`?" if near else f"it takes {', '.join(known) or 'none'}"
         raise InputError(f"`{key}` is not a parameter of the report {Path(name).stem}; {hint}")
 
 
-def _check_type(
+def _check_parameter_type(
     key: str,  # of a parameter
     value: Any,
-    kind: str,  # its type in the notebook
+    kind: str,  # the type that the notebook declares
     name: str | Path,  # of the report
 ) -> None:
-    """Raise InputError if a value does not have the type that the notebook gives its parameter."""
-    requirement, *types = _KINDS.get(kind, ("anything", type(value)))
+    """Raise InputError unless the value has the type that the notebook declares for its parameter."""
+    requirement, *types = _PARAMETER_TYPES.get(kind, ("anything", type(value)))
     if type(value) not in types:
         raise InputError(
             f"`{key}` of the report {Path(name).stem} must be {requirement}; got {value!r}"
         )
-    if key not in _HOLD_TEXTS or kind not in ("list", "dict"):
+    if key not in _COLLECTIONS_OF_TEXTS or kind not in ("list", "dict"):
         return
     for entry in value.values() if kind == "dict" else value:
         if type(entry) is not str:
@@ -121,32 +127,33 @@ def _check_parameters(
     name: str | Path,  # of the report
     values: dict,  # parameter -> value
 ) -> None:
-    """Raise InputError if a parameter is unknown or has the wrong type."""
+    """Raise InputError unless every parameter is one of the report's and has the right type."""
     known = report_parameters(name)
     for key, value in values.items():
-        _check_name(key, known, name)
-        _check_type(key, value, known[key]["type"], name)
+        _check_parameter_name(key, known, name)
+        _check_parameter_type(key, value, known[key]["type"], name)
 
 # %% ../../nbs/12_reporting/02_reports.ipynb #81bdb42b
 def _split_overrides(text: str) -> list[str]:
-    """Split settings in one text, such as `a=1 b=/my models/c`, at the blanks before the next name."""
+    """Split a string of overrides, such as `a=1 b=/my models/c`, at the blanks before each name."""
     if not text.strip():
         return []
     return re.split(r"\s+(?=[A-Za-z_][\w.]*=)", text.strip())
 
 
 def _split_commas(text: str) -> list[str]:
-    """Split a text at its commas, without blanks and empty parts."""
+    """Split a text at its commas, and drop surrounding blanks and empty parts."""
     return [part.strip() for part in text.split(",") if part.strip()]
 
 
 def _split_numbers(text: str) -> list[int | str]:
-    """Split a text at its commas, and convert the whole numbers in it."""
+    """Split a text at its commas, and convert the parts that are whole numbers."""
     is_integer = re.compile(r"-?[0-9]{1,9}").fullmatch
     return [int(part) if is_integer(part) else part for part in _split_commas(text)]
 
 
-_TEXTS_AS_LISTS = {
+# Parameter that is a list -> the function that splits a string that papermill passes for it.
+_LIST_SPLITTERS = {
     "overrides": _split_overrides,
     "runs": _split_commas,
     "callbacks": _split_commas,
@@ -154,8 +161,10 @@ _TEXTS_AS_LISTS = {
 }
 
 
-def _signature(cells: Sequence[str]) -> dict[str, str]:  # name -> type
-    """Read the parameters of a notebook from its executed cells: those with annotated assignments alone."""
+def _read_signature(
+    cells: Sequence[str],  # sources of the executed cells
+) -> dict[str, str]:  # name -> type
+    """Read a notebook's parameters and their types from the cells that hold only annotated assignments."""
     signature: dict[str, str] = {}
     for source in cells:
         try:
@@ -170,28 +179,30 @@ def _signature(cells: Sequence[str]) -> dict[str, str]:  # name -> type
 
 def check_report_parameters(
     name: str,  # of the report
-    namespace: dict[str, Any],  # globals() of its kernel; texts for lists are split in place
+    namespace: dict[
+        str, Any
+    ],  # globals() of its kernel; strings passed for lists are split in place
 ) -> None:
-    """Raise InputError if papermill passed a parameter of another name or type."""
+    """Raise InputError unless papermill passed parameters with the names and types of the report."""
     cells = list(namespace.get("In", ()))
-    known = _signature(cells)
+    known = _read_signature(cells)
 
-    # papermill's own cell holds the names that it was given.
+    # papermill writes the parameters that it was given into a cell of its own.
     for source in cells:
         if not source.startswith("# Parameters\n"):
             continue
         for statement in ast.parse(source).body:
             if isinstance(statement, ast.Assign):
-                _check_name(ast.unparse(statement.targets[0]), known, name)
+                _check_parameter_name(ast.unparse(statement.targets[0]), known, name)
 
     for key, kind in known.items():
         value = namespace[key]
-        if kind == "list" and isinstance(value, str) and key in _TEXTS_AS_LISTS:
-            namespace[key] = value = _TEXTS_AS_LISTS[key](value)
+        if kind == "list" and isinstance(value, str) and key in _LIST_SPLITTERS:
+            namespace[key] = value = _LIST_SPLITTERS[key](value)
         elif kind == "list" and type(value) is int and key == "step_counts":
             namespace[key] = value = [value]
         try:
-            _check_type(key, value, kind, name)
+            _check_parameter_type(key, value, kind, name)
         except InputError as error:
             option = {"str": "-r", "list": "-y", "dict": "-y"}.get(kind)
             hint = f" (papermill's {option} hands it over as it is)" if option else ""
@@ -199,23 +210,23 @@ def check_report_parameters(
 
 # %% ../../nbs/12_reporting/02_reports.ipynb #6f22de57
 def _own_kernel_manager() -> type:
-    """Return a class that starts this interpreter as the kernel, whatever kernel Jupyter knows as python3."""
+    """Return a kernel manager class that starts this interpreter, whatever kernel Jupyter knows as python3."""
     from ipykernel.kernelspec import get_kernel_dict  # these here, since they take a second
     from jupyter_client.kernelspec import KernelSpec, KernelSpecManager
     from jupyter_client.manager import AsyncKernelManager
 
     class OwnKernelSpecs(KernelSpecManager):
-        """Kernels by name: this interpreter under every name."""
+        """Find this interpreter's kernel under every name."""
 
         def get_kernel_spec(self, kernel_name: str) -> KernelSpec:
-            """Return the kernel of this interpreter."""
+            """Return the specification of this interpreter's kernel."""
             return KernelSpec(**get_kernel_dict())
 
     class OwnKernelManager(AsyncKernelManager):
-        """A manager that starts this interpreter."""
+        """Manage kernels of this interpreter."""
 
         def _kernel_spec_manager_default(self) -> KernelSpecManager:
-            """Return the kernels that the manager may start."""
+            """Return the object that finds the kernel to start."""
             return OwnKernelSpecs(parent=self)
 
     return OwnKernelManager
@@ -223,11 +234,11 @@ def _own_kernel_manager() -> type:
 # %% ../../nbs/12_reporting/02_reports.ipynb #37238f79
 def execute_report(
     name: str | Path,  # name of a shipped report, or a notebook file
-    out: str | Path,  # the executed notebook
+    out: str | Path,  # file for the executed notebook
     /,
     **values,  # parameters of the report
 ) -> Path:  # out
-    """Run a report notebook.
+    """Run a report notebook and save it with its outputs.
 
     Raises InputError for bad parameters or bad input, and RuntimeError if a cell fails.
     """
@@ -248,7 +259,7 @@ def execute_report(
         environment = {}
         kernel_arguments = ["--log-level=ERROR"]
         if reads_only:
-            # The kernel drops the first folder of its path: the empty one instead of the working directory.
+            # The kernel drops the first folder of its path; this empty one takes the place of the working directory.
             search_path = filter(None, [str(folder), os.environ.get("PYTHONPATH")])
             environment = {"PYTHONSAFEPATH": "1", "PYTHONPATH": os.pathsep.join(search_path)}
             kernel_arguments.append("--IPKernelApp.ignore_cwd=True")
@@ -284,8 +295,8 @@ def execute_report(
     return out
 
 # %% ../../nbs/12_reporting/02_reports.ipynb #9b4e88fe
-def _is_shown(output: dict) -> bool:  # of a cell
-    """Return False for warnings of libraries and for widgets without HTML."""
+def _is_shown(output: dict) -> bool:  # output: of a cell
+    """Return True unless the output is on stderr, such as a library's warning, or a widget without HTML."""
     if output.get("name") == "stderr":
         return False
     data = output.get("data", {})
@@ -294,7 +305,7 @@ def _is_shown(output: dict) -> bool:  # of a cell
 
 def notebook_to_html(
     source: str | Path,  # an executed notebook
-    out: str | Path,  # the page
+    out: str | Path,  # file for the page
 ) -> Path:  # out
     """Render a notebook as one HTML file without code, scripts or anything to fetch."""
     import nbformat  # these here, since they take a second
@@ -322,7 +333,7 @@ def notebook_to_html(
     )
     body, _ = exporter.from_notebook_node(book)
 
-    # The page is named after the first heading.
+    # The title of the page is the notebook's first heading.
     headings = []
     for cell in book.cells:
         if cell.cell_type == "markdown":
@@ -337,11 +348,14 @@ def notebook_to_html(
 # %% ../../nbs/12_reporting/02_reports.ipynb #383dc7af
 def write_report(
     name: str,  # of a report notebook
-    out: str | Path,  # the page to write; the executed notebook lies beside it
+    out: str | Path,  # the page to write; the executed notebook is written next to it
     /,
     **parameters,  # of the report
 ) -> Path:  # the page
-    """Execute a report and render it; raise InputError if a parameter is wrong or a file cannot be written."""
+    """Execute a report and render it as a page.
+
+    Raises InputError if a parameter is wrong or a file cannot be written.
+    """
     out = Path(out)
     notebook = out.with_suffix(".ipynb")
     for file in (out, notebook):
@@ -356,7 +370,7 @@ def write_run_report(
 ) -> Path:  # the page
     """Write the report of a run: report.ipynb and report.html in its folder, or under evaluation/ for an evaluation."""
     run = find_run(run).resolve()
-    # warns about settings of another version; the kernel's warnings are not shown
+    # Called for its warning about settings of another version, since the kernel's warnings are not shown.
     read_run_settings(run)
     if name == "evaluate":
         if read_evaluation_summary(run) is None:
@@ -373,9 +387,11 @@ def write_run_report(
 
 # %% ../../nbs/12_reporting/02_reports.ipynb #0d6c9c4d
 def group_runs(
-    runs: Sequence[Settings],  # of each run
-) -> list[tuple[str, str, str]]:  # of each run: group, its letter, a label such as A2
-    """Group runs whose settings differ only in the seed, or in settings that change no number."""
+    runs: Sequence[Settings],  # settings of each run
+) -> list[
+    tuple[str, str, str]
+]:  # for each run: name of its group, letter of the group, label such as A2
+    """Group runs whose settings differ only in the seed, or in settings that do not affect the results."""
     no_effect = {"seed", "threads", "tracker", "checkpoint_every", "keep_checkpoints"}
     settings = [s.model_dump(mode="json", exclude=no_effect) for s in runs]
     methods = [method_label(s) for s in runs]
@@ -406,7 +422,7 @@ def group_runs(
 
 # %% ../../nbs/12_reporting/02_reports.ipynb #51e3180b
 def run_cost(run: Path) -> dict[str, float]:  # run: its folder
-    """Return the transitions trained, images seen and seconds of a run, from its metrics; 0 if it never started."""
+    """Sum up a run's cost from its metrics: transitions trained, images and seconds; all 0 if it never started."""
     lines = read_metrics_lines(run)
     return {
         "transitions": int(sum(line.get("transitions_trained") or 0 for line in lines)),
@@ -417,26 +433,28 @@ def run_cost(run: Path) -> dict[str, float]:  # run: its folder
 
 @checked(runs=paths())
 def compare_runs(runs: Sequence[str | Path]) -> pd.DataFrame:  # runs: run folders
-    """Return a row per run and reward: base, trained, their difference with its interval, and the run's cost.
+    """Return a table with a row per run and reward: base, trained, their difference with its interval, and the cost.
 
     Raises InputError if a run was not evaluated.
     """
     rows = []
     settings = [read_run_settings(run) for run in runs]
     groups = group_runs(settings)
-    for run, s, (group, letter, label) in zip(map(Path, runs), settings, groups, strict=True):
+    for run, run_settings, (group, letter, label) in zip(
+        map(Path, runs), settings, groups, strict=True
+    ):
         summary = read_evaluation_summary(run)
         if summary is None:
             raise InputError(
                 f"the runs to compare must be evaluated; {run} has no evaluation/summary.json"
             )
-        about = {
+        run_columns = {
             "run": run.resolve().name,
             "group": group,
             "letter": letter,
             "label": label,
-            "method": method_label(s),
-            "seed": s.seed,
+            "method": method_label(run_settings),
+            "seed": run_settings.seed,
         } | run_cost(run)
         for name, values in summary["rewards"].items():
             # The evaluation may have left out any of these arms.
@@ -452,16 +470,16 @@ def compare_runs(runs: Sequence[str | Path]) -> pd.DataFrame:  # runs: run folde
                 "hi": gain["hi"],
                 "hybrid_delta": hybrid_gain.get("mean"),
                 "as_trained_delta": sde_gain.get("mean"),
-                "trained_on": name in setting.reward_weights(s),
+                "trained_on": name in setting.reward_weights(run_settings),
             }
-            rows.append(about | scores)
+            rows.append(run_columns | scores)
     return pd.DataFrame(rows)
 
 
 def describe_evaluation_differences(
-    runs: Sequence[str | Path],
-) -> str:  # runs: folders of evaluated runs
-    """Return a sentence on how the evaluations of runs differ; empty if they are equal."""
+    runs: Sequence[str | Path],  # folders of evaluated runs
+) -> str:
+    """State in a sentence how the evaluations of runs differ; return "" if they do not."""
     terms = {
         "n_prompts": "prompts",
         "images_per_prompt": "images of each",
@@ -472,7 +490,7 @@ def describe_evaluation_differences(
         "seed": "seed",
     }
     labels = [label for _, _, label in group_runs([read_run_settings(run) for run in runs])]
-    evaluations = []  # of each run: term -> value
+    evaluations = []  # for each run: term -> value
     for run in runs:
         summary = read_evaluation_summary(run) or {}
         evaluation = {term: summary.get(key) for key, term in terms.items()}

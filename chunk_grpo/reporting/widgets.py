@@ -37,9 +37,9 @@ from ..runs import run_folder
 def move_boundary(
     chunks: Chunks,  # K chunks of n transitions
     index: int,  # of the boundary between chunks index + 1 and index + 2, from 0
-    to: int,  # the transition that it moves to, index + 1 ... n - K + 1 + index
+    to: int,  # transition that the boundary moves to, index + 1 ... n - K + 1 + index
 ) -> Chunks:
-    """Return the chunks after a boundary was moved; it pushes along the boundaries that it meets."""
+    """Move a boundary, pushing along the boundaries that it meets, and return the new chunks."""
     starts = [0]
     for j, chunk in enumerate(chunks.slices[1:]):
         # A boundary keeps its place unless that would leave a chunk on the way to `to` without a transition.
@@ -58,7 +58,7 @@ def chunk_weight_rows(
     chunks: Chunks,  # K chunks of n transitions
     profile: Tensor,  # (n,), mean distance of each transition
 ) -> list[dict[str, str]]:  # one per chunk
-    """Return the objective's weight and the sampling weight of every chunk, as rows of a table."""
+    """Return table rows with the objective's weight and the sampling weight of every chunk."""
     weights = step_weights(chunks)
     sampling_weights = chunk_weights(profile[None], chunks)[0].tolist()
     rows = []
@@ -79,77 +79,79 @@ def chunk_weight_rows(
 
 # %% ../../nbs/12_reporting/03_widgets.ipynb #89e7ad4b
 class SnapshotBox(W.VBox):
-    """Widgets in a column, with the value chosen in them, and a static page for notebooks without a kernel."""
+    """Stack widgets in a column, with the value chosen in them, and static HTML for pages without a kernel."""
 
-    value = traitlets.Any()  # what was chosen; `observe` it to follow
+    value = traitlets.Any()  # what was chosen; use `observe` to be told of changes
 
     def __init__(
         self,
         children: Sequence[W.Widget],  # from top to bottom
-        page: Callable[[], str],  # returns HTML of the widget in its present state
+        page: Callable[[], str],  # returns the widget's present state as HTML
     ):
-        """Stack the widgets, and keep the function that writes the page."""
+        """Stack the widgets, and keep the function that writes the static HTML."""
         super().__init__(children)
         self.page = page
 
     def _repr_mimebundle_(self, **options) -> dict[str, object]:  # MIME type -> data
-        """Return the view, and the page beside it."""
+        """Return the widget's view together with its static HTML."""
         return {**super()._repr_mimebundle_(**options), "text/html": self.page()}
 
 # %% ../../nbs/12_reporting/03_widgets.ipynb #b8dbf78d
-_FIGURE_WIDTH = 770  # of a figure, pixels of the page
+_FIGURE_WIDTH = 770  # of a figure, in page pixels
 
 
 def _png_html(
     data: bytes,  # a PNG file
-    words: str,  # alternative text for readers who cannot see it
-    width: int,  # pixels of the page
+    alt_text: str,  # for readers who cannot see the image
+    width: int,  # in page pixels
     crisp: bool = False,  # enlarge without smoothing
 ) -> str:
-    """Return a PNG as an HTML image that needs no file."""
+    """Return a PNG as an HTML image with the data embedded."""
     rendering = "image-rendering: pixelated;" if crisp else ""
     style = f"width: {width}px; max-width: 100%; margin: 0; {rendering}"
     return (
-        f'<img src="data:image/png;base64,{base64.b64encode(data).decode()}" alt="{markup.escape(words)}" '
+        f'<img src="data:image/png;base64,{base64.b64encode(data).decode()}" alt="{markup.escape(alt_text)}" '
         f'style="{style}" decoding="sync">'
     )
 
 
 def gallery_html(
-    rows: Sequence[tuple[str, Sequence[np.ndarray]]],  # words, and images (H, W, 3) uint8
-    columns: Sequence[str],  # words above the images
-    width: int,  # of an image, pixels of the page
+    rows: Sequence[
+        tuple[str, Sequence[np.ndarray]]
+    ],  # per row: its label, and its images (H, W, 3) uint8
+    columns: Sequence[str],  # labels above the images
+    width: int,  # of an image, in page pixels
 ) -> str:  # HTML
-    """Return images in rows and columns."""
+    """Return images in rows and columns as HTML."""
 
-    def picture(pixels: np.ndarray, words: str) -> str:
+    def image_html(pixels: np.ndarray, alt_text: str) -> str:
         """Return one image as HTML, without smoothing if it is enlarged."""
         buffer = io.BytesIO()
         Image.fromarray(pixels).save(buffer, "PNG")
-        return _png_html(buffer.getvalue(), words, width, crisp=pixels.shape[0] < width)
+        return _png_html(buffer.getvalue(), alt_text, width, crisp=pixels.shape[0] < width)
 
-    pictures = []
-    for words, images in rows:
-        row = [picture(x, f"{words}, {name}") for x, name in zip(images, columns, strict=True)]
-        pictures.append((words, row))
-    return tables.render_template("gallery.html.j2", columns=columns, rows=pictures)
+    html_rows = []
+    for label, images in rows:
+        row = [image_html(x, f"{label}, {name}") for x, name in zip(images, columns, strict=True)]
+        html_rows.append((label, row))
+    return tables.render_template("gallery.html.j2", columns=columns, rows=html_rows)
 
 # %% ../../nbs/12_reporting/03_widgets.ipynb #588d9dd1
-_MAX_SLIDER_CHUNKS = 8  # chunks whose boundaries have sliders
-_KNOB_RADIUS = 8  # pixels; the track of a slider is shorter by them at each end
+_MAX_SLIDER_CHUNKS = 8  # with more chunks, the boundaries have no sliders
+_KNOB_RADIUS = 8  # pixels; the track of a slider is this much shorter at each end
 
 
 def _boundary_sliders(
     chunks: Chunks,
-    moved: Callable[[int, int], None],  # called with a boundary's number and its new place
+    on_move: Callable[[int, int], None],  # called with a boundary's index and its new transition
     edges: Sequence[float],  # where transitions 0 and n begin, as shares of the figure's width
 ) -> list[W.HBox]:
-    """Return a slider for every boundary, each knob under the boundary that it moves.
+    """Return a slider for every boundary, with its knob below the boundary that it moves.
 
-    The list is empty if no boundary can move, or there are more chunks than have sliders.
+    The list is empty if no boundary can move, or if there are more chunks than `_MAX_SLIDER_CHUNKS`.
     """
     sliders = []
-    free = chunks.transitions - len(chunks)  # how far each boundary can go
+    free = chunks.transitions - len(chunks)  # how far each boundary can move, in transitions
     if not free or len(chunks) > _MAX_SLIDER_CHUNKS:
         return sliders
     unit = 100 * (edges[1] - edges[0]) / chunks.transitions  # of a transition, % of the width
@@ -161,7 +163,7 @@ def _boundary_sliders(
         slider = W.IntSlider(
             chunk.start, j + 1, j + 1 + free, readout=False, layout=fixed | {"width": width}
         )
-        slider.observe(lambda change, j=j: moved(j, change.new), "value")
+        slider.observe(lambda change, j=j: on_move(j, change.new), "value")
         row_layout = {"width": f"{_FIGURE_WIDTH}px", "max_width": "100%", "margin": "0 2px"}
         sliders.append(W.HBox([label, slider], layout=row_layout))
     return sliders
@@ -169,12 +171,12 @@ def _boundary_sliders(
 # %% ../../nbs/12_reporting/03_widgets.ipynb #a83145b9
 def chunk_editor(
     measured: Mapping,  # a run's profile.json: mean, std (T,) of the distances, and kind
-    chunks: str = "2,3,4,7",  # the setting to begin with
+    chunks: str = "2,3,4,7",  # initial value of the setting `chunks`
     transitions: int | None = None,  # how many are trained, n; None: all but the last
 ) -> SnapshotBox:  # its value is the Chunks that are shown
-    """Return a widget in which chunks are typed or moved over a profile.
+    """Return a widget for editing chunks over a profile, by typing their sizes or moving their boundaries.
 
-    Raises InputError if the first chunks or the profile cannot be used.
+    Raises InputError if the initial chunks or the profile cannot be used.
     """
     mean = torch.tensor(measured["mean"], dtype=torch.float64)
     profile = mean[: len(mean) - 1 if transitions is None else transitions]
@@ -193,11 +195,11 @@ def chunk_editor(
 
     def move(j: int, transition: int) -> None:
         """Write the chunks into the field after a slider was moved."""
-        # The text also moves the sliders, which must not write it again.
+        # A change of the text moves the sliders too, and that must not write the text again.
         if transition != box.value.slices[j + 1].start:
             field.value = str(move_boundary(box.value, j, transition))
 
-    def read(change=None) -> None:
+    def show_field(change=None) -> None:
         """Show the chunks in the field, or a message if they are not valid."""
         message.value = ""
         try:
@@ -217,7 +219,7 @@ def chunk_editor(
             f"{tables.rows_to_html(rows, list(rows[0])[2:])}</div>"
         )
 
-        # The sliders are made anew if their number changes, and set to the boundaries.
+        # Create new sliders if their number changes, and set each to its boundary.
         if len(sliders.children) != len(current) - 1:
             left, right = plot.axes[0].get_position().intervalx
             edges = left, left + (right - left) * current.transitions / len(mean)
@@ -227,8 +229,8 @@ def chunk_editor(
 
     row = W.HBox([field, message], layout={"align_items": "center", "min_height": "56px"})
     box = SnapshotBox([row, figure, sliders, table], lambda: figure.value + table.value)
-    read()
-    field.observe(read, "value")
+    show_field()
+    field.observe(show_field, "value")
     return box
 
 # %% ../../nbs/12_reporting/03_widgets.ipynb #eae25de7
@@ -236,37 +238,37 @@ TRAJECTORY_VIEWS = ("latent x_t, decoded", "predicted image x_t \u2212 \u03c3 v,
 
 
 def _strips_html(
-    made: Any,  # as for `trajectory_scrubber`
+    frames: Any,  # as for `trajectory_scrubber`
     names: Sequence[str],  # of the arms
     count: int = 6,  # steps shown per trajectory
-    most: int = 2,  # prompts
+    max_prompts: int = 2,
 ) -> str:
-    """Return HTML with a few steps of the first prompts' trajectories side by side."""
-    steps = np.unique(np.linspace(0, len(made.sigmas) - 1, count).round().astype(int)).tolist()
-    columns = [f"{i} done, \u03c3 {made.sigmas[i]:.2f}" for i in steps]
-    prompts = made.prompts[:most]
+    """Return HTML that shows a few steps of the first prompts' trajectories side by side."""
+    steps = np.unique(np.linspace(0, len(frames.sigmas) - 1, count).round().astype(int)).tolist()
+    columns = [f"{i} done, \u03c3 {frames.sigmas[i]:.2f}" for i in steps]
+    prompts = frames.prompts[:max_prompts]
     html = [
         f"<p>Transitions done and noise level \u03c3 above; {len(prompts)} of "
-        f"{len(made.prompts)} prompts.</p>"
+        f"{len(frames.prompts)} prompts.</p>"
     ]
     for p, prompt in enumerate(prompts):
         rows = []
         for v, view in enumerate(TRAJECTORY_VIEWS):
             for a, name in enumerate(names):
-                rows.append((f"{name}: {view}", made.images[a, v, p, steps]))
+                rows.append((f"{name}: {view}", frames.images[a, v, p, steps]))
         html.append(f"<p><b>{markup.escape(prompt)}</b></p>{gallery_html(rows, columns, 96)}")
     return "".join(html)
 
 
 def trajectory_scrubber(
-    made: Any,  # `profiles.TrajectoryFrames`; its module would load the models
+    frames: Any,  # a `profiles.TrajectoryFrames`, whose module is not imported since it loads the models
     names: Sequence[str] = ("base", "trained"),  # of the two arms
-) -> SnapshotBox:  # its value is (prompt's number from 0, transitions done)
-    """Return a widget that moves along trajectories, base beside trained from the same noise."""
-    last = len(made.sigmas) - 1
+) -> SnapshotBox:  # its value is (prompt index, transitions done)
+    """Return a widget that moves along trajectories of base and trained weights from the same noise."""
+    last = len(frames.sigmas) - 1
     style = {"description_width": "9em"}
     prompt = W.Dropdown(
-        options=[(text, p) for p, text in enumerate(made.prompts)],
+        options=[(text, p) for p, text in enumerate(frames.prompts)],
         description="prompt",
         style=style,
         layout={"width": "620px", "max_width": "100%"},
@@ -287,12 +289,12 @@ def trajectory_scrubber(
             if i < last
             else f"after all {last} transitions: the image"
         )
-        caption.value = f"noise level \u03c3 = {made.sigmas[i]:.3f}, {progress}"
-        rows = [(view, made.images[:, v, p, i]) for v, view in enumerate(TRAJECTORY_VIEWS)]
+        caption.value = f"noise level \u03c3 = {frames.sigmas[i]:.3f}, {progress}"
+        rows = [(view, frames.images[:, v, p, i]) for v, view in enumerate(TRAJECTORY_VIEWS)]
         images.value = gallery_html(rows, names, 192)
 
     box = SnapshotBox(
-        [prompt, W.HBox([step, slider]), caption, images], lambda: _strips_html(made, names)
+        [prompt, W.HBox([step, slider]), caption, images], lambda: _strips_html(frames, names)
     )
     show()
     prompt.observe(show, "value")
@@ -304,7 +306,10 @@ def write_lab_notebook(
     run: Path | str,  # a run's folder
     folder: Path | str = ".",  # where to write the notebook
 ) -> Path:  # FOLDER/NAME.ipynb
-    """Write a notebook with the widgets of a run, unless it exists; raise InputError if it cannot lie there."""
+    """Write a notebook with the widgets of a run, unless the file exists already.
+
+    Raises InputError if the folder does not exist, lies in the run's folder, or cannot be written to.
+    """
     run = run_folder.find_run(Path(run))
     folder = Path(folder)
     file = folder / f"{run.resolve().name}.ipynb"
@@ -320,7 +325,7 @@ def write_lab_notebook(
     check_writable(file, "`--folder`")
     script = tables.render_template("lab.j2", name=run.name, path=repr(str(run.resolve())))
     sources = re.split(r"\n*# %%.*\n", script)[1:]
-    new_cell = (nbformat.v4.new_markdown_cell, nbformat.v4.new_code_cell)  # in turn
+    new_cell = (nbformat.v4.new_markdown_cell, nbformat.v4.new_code_cell)  # alternating
     cells = [new_cell[i % 2](source) for i, source in enumerate(sources)]
     kernel = {"name": "python3", "display_name": "Python 3", "language": "python"}
     book = nbformat.v4.new_notebook(cells=cells, metadata={"kernelspec": kernel})
@@ -333,9 +338,9 @@ def lab_command(
     file: Path,  # a notebook
     options: Sequence[str] = (),  # for JupyterLab, such as --no-browser
 ) -> list[str]:
-    """Return the command that opens JupyterLab on a notebook, and imports nothing from the working folder.
+    """Return the command that opens a notebook in JupyterLab and imports nothing from the working directory.
 
-    Raise InputError if JupyterLab is not installed: GPU hosts often do without it.
+    Raises InputError if JupyterLab is not installed, as on many GPU hosts.
     """
     if importlib.util.find_spec("jupyterlab") is None:
         raise InputError(
