@@ -90,9 +90,11 @@ def test_kills_change_nothing(home, through, cluster, tmp_path):
     wait_for(out / "longer-0" / "metrics.jsonl", 6, child)
     child.terminate()
     said, _ = child.communicate(timeout=600)
-    assert child.returncode == 143 and "the same command goes on" in said and not trainers(out), (
-        said
-    )
+    assert (
+        child.returncode == 143
+        and "the same command resumes the study" in said
+        and not trainers(out)
+    ), said
     said = run("study", home, "--ray", cluster, "--out", out)
     assert "3 of 3" in said and rows(out) == rows(through)
     assert not [

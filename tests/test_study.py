@@ -74,7 +74,11 @@ def test_three_kills_change_nothing(home, through, tmp_path):
     wait_for(out / "longer-0" / "metrics.jsonl", 5, child)
     child.terminate()
     said, _ = child.communicate(timeout=60)
-    assert child.returncode == 143 and "the same command goes on" in said and not trainers(out)
+    assert (
+        child.returncode == 143
+        and "the same command resumes the study" in said
+        and not trainers(out)
+    )
     assert len(rows(out)) < 3
     run("study", home, "--processes", "1", "--out", out)
     assert rows(out) == rows(through)

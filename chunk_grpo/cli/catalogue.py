@@ -34,9 +34,9 @@ def list_report_notebooks(
     parameters = {name: reports.report_parameters(name) for name in reports.list_reports()}
     if as_json:
         return print_json(parameters)
-    for name, described in parameters.items():
+    for name, report_parameters in parameters.items():
         typer.echo(reports.find_report_notebook(name))
-        for key, parameter in described.items():
+        for key, parameter in report_parameters.items():
             signature = f"{key}: {parameter['type']} = {parameter['default']!r}"
             typer.echo(f"  {signature:26}  {parameter['help']}".rstrip())
     return None
@@ -48,12 +48,12 @@ def presets(
         str | None,
         typer.Argument(
             metavar="[SETTINGS]",
-            help="A preset or YAML file: all its settings, each with its meaning.",
+            help="A preset or YAML file whose settings are printed, each with its meaning.",
         ),
     ] = None,
     as_json: JsonOption = False,
 ):
-    """List the shipped settings, or what one of them sets."""
+    """List the presets, or print all settings of one."""
     # One preset: every setting as a line of YAML, with its meaning as a comment.
     if source:
         run_settings = settings.load_settings(source)
@@ -84,26 +84,26 @@ def methods(
         str,
         typer.Argument(
             metavar="[SETTINGS]",
-            help="Settings that each method is combined with, to count its cost.",
+            help="Preset or YAML file that each method is combined with, to count its cost.",
         ),
     ] = "paper/chunk",
     as_json: JsonOption = False,
 ):
-    """List the methods with their choices and their cost per image."""
+    """List the methods, their design choices and cost per image."""
     from chunk_grpo.methods.table import method_row  # here, since it imports torch
 
-    settings.load_settings(source)  # raises what no method could change
+    settings.load_settings(source)  # raises errors that do not depend on the method
     rows = []
-    for name, about in settings.METHODS.items():
+    for name, description in settings.METHODS.items():
         try:
             rows.append(method_row(name, source))
-        except InputError as error:  # such as chunks of other sizes than these settings have
-            kept = {key: about[key] for key in ("title", "source", "idea")}
-            rows.append({"method": name, **kept, "rejected": str(error)})
+        except InputError as error:  # such as chunk sizes that do not fit these settings
+            texts = {key: description[key] for key in ("title", "source", "idea")}
+            rows.append({"method": name, **texts, "rejected": str(error)})
     if as_json:
         return print_json(rows)
     for row in rows:
-        # The cost keys are taken out as well; what remains are the axes of the method.
+        # The costs are popped from the row as well; the keys that remain are the axes of the method.
         name, title, origin, idea = (row.pop(key) for key in ("method", "title", "source", "idea"))
         if "rejected" in row:
             typer.echo(f"{name:16} {title} ({origin}): {idea}")

@@ -15,7 +15,7 @@ import typer
 
 from .. import InputError
 from chunk_grpo.cli.console import (
-    DrawersOption,
+    RunProcessesOption,
     JsonOption,
     OverridesArgument,
     TrustOption,
@@ -36,10 +36,10 @@ def evaluate_with_progress(
     run: Path,  # run folder
     overrides: Sequence[str] = (),  # NAME=VALUE, evaluation settings to change
     processes: int = 0,  # 0: as many as the run had
-    say: Callable[[str], None] = typer.echo,  # prints a line of progress
+    say: Callable[[str], None] = typer.echo,  # called with each line of progress
     trust: bool = False,  # execute code that a run from elsewhere names
 ) -> dict:
-    """Evaluate a run on its held-out prompts with lines of progress, and return the summary.
+    """Evaluate a run on its held-out prompts, print lines of progress, and return the summary.
 
     If it is interrupted, it prints how to resume and ends the command.
     """
@@ -75,9 +75,9 @@ def evaluate_heldout(
 
 # %% ../../nbs/14_cli/03_evaluation.ipynb #76d7ef5e
 def mean_and_interval(
-    row: dict,  # of a summary, with mean, lo and hi
+    row: dict,  # of a summary, keyed by mean, lo and hi
 ) -> str:
-    """Return a mean with its interval as text; a single prompt gives no interval."""
+    """Format a mean with its interval; without it if there was only one prompt."""
     if row["lo"] is None or row["hi"] is None:
         return f"{row['mean']:.4f} (one prompt gives no interval)"
     return "{mean:.4f} ({lo:.4f} to {hi:.4f})".format(**row)
@@ -92,7 +92,7 @@ def print_means(summary: dict) -> None:
     listed = f", listed {summary['n_listed']} times," if "n_listed" in summary else ""
     typer.echo(f"{summary['n_prompts']} prompts{listed} x {images}, mean (95% interval)")
     for name, arms in summary["rewards"].items():
-        # Besides the arms a reward may hold its categories, which are no means.
+        # A reward may also have categories, which are not means.
         means = {
             arm: row
             for arm, row in arms.items()
@@ -109,38 +109,52 @@ def evaluate(
     run: Annotated[Path | None, typer.Argument(metavar="[RUN]", help="A run folder.")] = None,
     overrides: OverridesArgument = None,
     benchmark: Annotated[
-        str, typer.Option(help="geneval, wise, dpg, hpd-test400, hpd-bench3200, or a file.")
+        str,
+        typer.Option(help="geneval, wise, dpg, hpd-test400, hpd-bench3200, or a file of prompts."),
     ] = "",
     source: Annotated[
-        Path | None, typer.Option(help="The benchmark's prompts: file, folder or checkout.")
+        Path | None,
+        typer.Option(
+            help="The benchmark's prompts: a file, a folder or a checkout of its repository."
+        ),
     ] = None,
     images: Annotated[
-        list[str] | None, typer.Option(metavar="ARM=FOLDER", help="Score these images.")
+        list[str] | None,
+        typer.Option(metavar="ARM=FOLDER", help="Score the images in a folder; may be repeated."),
     ] = None,
     samples: Annotated[
-        int, typer.Option(help="Images per prompt; 0: as the benchmark has it.", min=0, max=10_000)
+        int, typer.Option(help="Images per prompt; 0: as the benchmark defines.", min=0, max=10_000)
     ] = 0,
-    processes: DrawersOption = 0,
+    processes: RunProcessesOption = 0,
     rewards: Annotated[
         str,
-        typer.Option(help="Rewards that score, separated by commas; by default those of the run."),
+        typer.Option(
+            help="Rewards to score with, separated by commas; by default those of the run."
+        ),
     ] = "",
     detector: Annotated[
-        str, typer.Option(help="GenEval's detector: a converted folder, or a hub id.")
+        str,
+        typer.Option(help="GenEval's detector: a folder with the converted model, or a hub id."),
     ] = "",
     judge_url: Annotated[
-        str, typer.Option(help="Judge's OpenAI-compatible address, as http://host:8000/v1.")
+        str,
+        typer.Option(help="OpenAI-compatible address of the judge, such as http://host:8000/v1."),
     ] = "",
-    judge_model: Annotated[str, typer.Option(help="The judge's name on that server.")] = "",
+    judge_model: Annotated[
+        str, typer.Option(help="Name of the judge's model on that server.")
+    ] = "",
     judge_key: Annotated[
-        str, typer.Option(metavar="VARIABLE", help="Environment variable with its key.")
+        str,
+        typer.Option(
+            metavar="VARIABLE", help="Environment variable that holds the judge's API key."
+        ),
     ] = "",
-    out: Annotated[Path | None, typer.Option(help="Folder of the scores of --images.")] = None,
-    report: Annotated[bool, typer.Option(help="Write the report of a benchmark.")] = True,
+    out: Annotated[Path | None, typer.Option(help="Folder for the scores of --images.")] = None,
+    report: Annotated[bool, typer.Option(help="Write the report of the benchmark.")] = True,
     trust: TrustOption = False,
     as_json: JsonOption = False,
 ):
-    """Evaluate a run, or images, on prompts or a benchmark."""
+    """Score a run, or images, on held-out prompts or a benchmark."""
     if as_json and benchmark:
         raise InputError(
             "`--json` prints the summary of held-out prompts; a benchmark's is the file summary.json"

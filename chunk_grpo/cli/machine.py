@@ -27,7 +27,7 @@ machine_app = typer.Typer(rich_markup_mode=None)
 def _describe_gpus(
     torch,  # the module
 ) -> list[tuple[str, str]]:
-    """Return rows with torch's CUDA, the driver, and each GPU's memory and capability, or why torch sees no GPU."""
+    """Return rows with torch's CUDA version, the driver, and each GPU's memory and capability, or why torch sees no GPU."""
     from chunk_grpo.core.machine import nvidia_driver, explain_missing_gpu
 
     rows = [("torch's CUDA", torch.version.cuda or "none: this build of torch is for CPUs")]
@@ -46,10 +46,10 @@ def _describe_gpus(
 
 
 def _reward_note(
-    # hub id: its files, separated by spaces; "or": another way to get them; or a text that says all
+    # hub id -> its files, separated by spaces, and "or" -> another way to get them; or the note itself
     needs: dict[str, str] | str,
 ) -> str:
-    """Return whether a reward's weights are ready, or the command that fetches the files missing in the hub's cache."""
+    """State whether a reward's weights are in the hub's cache, or the command that fetches the missing files."""
     from huggingface_hub import try_to_load_from_cache  # here, since it takes a moment
 
     if not needs:
@@ -74,9 +74,9 @@ def _reward_note(
 
 def _model_note(
     hub_id: str,
-    licence: str,  # ends with ", gated" if the hub asks for its acceptance
+    licence: str,  # ends with ", gated" if the hub asks you to accept it
 ) -> str:
-    """Return whether a base model is complete in the hub's cache, or what to do to get it."""
+    """State whether a base model is complete in the hub's cache, or how to get it."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -97,10 +97,10 @@ def _model_note(
 
 
 def _package_note(
-    package: str,  # to import
-    install: str,  # what pip installs
+    package: str,  # its name for `import`
+    install: str,  # its name for `pip install`
 ) -> str:
-    """Return the version of an optional package, or the command that installs it."""
+    """State the version of an optional package, or the command that installs it."""
     if importlib.util.find_spec(package) is None:
         return f"missing: pip install {install}"
     try:
@@ -114,12 +114,12 @@ def doctor(
     prompts: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[LIST]...", help="Lists of prompts: print only what is read of each."
+            metavar="[LIST]...", help="Lists of prompts: print only what is read from each."
         ),
     ] = None,
     as_json: JsonOption = False,
 ):
-    """Say versions, devices, and what is missing."""
+    """Print versions, devices, and what is missing."""
     if prompts:  # only the lists are described, without the imports below
         from chunk_grpo.models.inputs import describe_prompts
 
@@ -144,7 +144,7 @@ def doctor(
         ("cpu", f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"),
         *_describe_gpus(torch),
     ]
-    # The cache's folder may not be there yet; its nearest parent is on the same disk.
+    # The cache's folder may not exist yet; its nearest existing parent is on the same disk.
     cache = prompt_cache_folder()
     existing = next(folder for folder in (cache, *cache.parents) if folder.is_dir())
     places = [
@@ -155,7 +155,7 @@ def doctor(
     pocket.verify_pocket_files()
     pocket.verify_pocket_files(pocket.POCKET_DIR / "bases")
 
-    # For each reward, prompt list and benchmark: ready, or the command that fetches it.
+    # For each reward, prompt list and benchmark: whether it is ready, or the command that fetches it.
     needs = validation.read_yaml_file(Path(chunk_grpo.__file__).parent / "cli/needs.yaml")
     rewards = {name: _reward_note(files) for name, files in needs["rewards"].items()}
     for reward, environment in {"hpsv3, backend package": "hpsv3", "ocr": "ocr"}.items():

@@ -35,7 +35,10 @@ planning_app = typer.Typer(rich_markup_mode=None)
 )
 def plan(
     source: Annotated[
-        str | None, typer.Argument(metavar="SETTINGS", help="As for train; optional with --run.")
+        str | None,
+        typer.Argument(
+            metavar="SETTINGS", help="A YAML file or a preset, as for train; optional with --run."
+        ),
     ] = None,
     overrides: OverridesArgument = None,
     processes: ProcessesOption = None,
@@ -43,12 +46,13 @@ def plan(
         float, typer.Option(help="TFLOP/s of one process; by default measured on this machine.")
     ] = 0.0,
     device: Annotated[
-        str, typer.Option(help="A device such as h200 or rtx4090: memory and time on it.")
+        str,
+        typer.Option(help="A device such as h200 or rtx4090, whose memory and time are estimated."),
     ] = "",
     share: Annotated[
         float | None,
         typer.Option(
-            help="Part of the device's rate that is reached; by default what was "
+            help="Share of the device's peak rate that is reached; by default the share "
             "measured on it, or 0.3."
         ),
     ] = None,
@@ -58,7 +62,7 @@ def plan(
     ] = None,
     as_json: JsonOption = False,
 ):
-    """Say what a run would draw, hold and take."""
+    """Predict the samples, memory and time of a run."""
     if not 0 <= rate < float("inf") or (rate and device):
         raise InputError(f"`--rate` must be above 0, and left out with `--device`; got {rate:g}")
     if share is not None and not (device and 0 < share <= 1):
@@ -91,7 +95,7 @@ def plan(
     from chunk_grpo.pocket import POCKET_MODELS
     from chunk_grpo.training.method_loading import call_hook, load_method
 
-    # No folder and no code that the settings of somebody else's run name may be opened.
+    # Open no folder and no code that the settings of somebody else's run name.
     origin = "own" if source else run_folder.run_origin(run)
     if origin != "own":
         reasons = [f"it names the code {code}" for code in settings.named_code(run_settings)]
@@ -117,7 +121,7 @@ def plan(
             inputs.append("eval_prompts")
         run_folder.check_run_inputs(run, run_settings, inputs)
 
-    # The preset's number of processes, or what pays on this machine; one for a named device.
+    # The preset's number of processes, or the fastest number on this machine; one for a named device.
     if processes is None:
         processes = find_preset_processes(source)
         if not processes:
@@ -129,7 +133,7 @@ def plan(
         method = load_method(fit_update_batch(config, run_settings))
     counts = call_hook(method, "counts")
 
-    # FLOP/s of one process: of the device, as given, or measured if the model's size is known.
+    # FLOP/s of one process: the device's, the value of --rate, or measured if the model's size is known.
     speed = getattr(find_device(device), run_settings.dtype) * 1e12 if device else rate * 1e12
     estimated = "estimated, not measured"
     if not speed and config is not None:
@@ -189,17 +193,18 @@ def speed(
         str, typer.Option(help="pocket, flux-size, a settings file or a preset.")
     ] = "pocket",
     prompts: Annotated[int | None, typer.Option(help="Prompts of the iteration.", min=1)] = None,
-    images: Annotated[int | None, typer.Option(help="Images of each.", min=2)] = None,
-    steps: Annotated[int | None, typer.Option(help="Transitions of an image.", min=3)] = None,
+    images: Annotated[int | None, typer.Option(help="Images per prompt.", min=2)] = None,
+    steps: Annotated[int | None, typer.Option(help="Transitions per image.", min=3)] = None,
     resolution: Annotated[
-        str | None, typer.Option(help="Pixels: a side, or HEIGHT,WIDTH.", metavar="PIXELS")
+        str | None,
+        typer.Option(help="Image size in pixels: one side, or HEIGHT,WIDTH.", metavar="PIXELS"),
     ] = None,
-    repeats: Annotated[int, typer.Option(help="Repeats whose median is shown.", min=1)] = 3,
+    repeats: Annotated[int, typer.Option(help="Measurements, whose median is shown.", min=1)] = 3,
     out: Annotated[
         str | None, typer.Option(metavar="FILE", help="A .json file for the numbers.")
     ] = None,
 ):
-    """Measure the speed and memory of an iteration."""
+    """Measure the time and memory of one iteration."""
     # Check where the numbers go before anything is measured.
     file = None if out is None else output_file("out", out)
     if file and (file.suffix != ".json" or not file.absolute().parent.is_dir()):

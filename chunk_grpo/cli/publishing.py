@@ -41,33 +41,35 @@ def sample(
         list[str] | None, typer.Argument(metavar="[PROMPT]...", help="Prompts to sample.")
     ] = None,
     prompts: Annotated[
-        Path | None, typer.Option(help="A file with one prompt per line, instead of words.")
+        Path | None,
+        typer.Option(help="A file with one prompt per line, instead of prompts as arguments."),
     ] = None,
     arm: Annotated[
         str,
         typer.Option(
-            help="base, plain (or trained), hybrid, base-as-trained, as-trained; with commas. "
-            "By default the first three."
+            help="Weights and sampler: base, plain (or trained), hybrid, base-as-trained, as-trained, "
+            "separated by commas; by default the first three."
         ),
     ] = "",
     seed: Annotated[
-        str, typer.Option(help="Seeds, such as 0,1; by default that of the run's evaluation.")
+        str, typer.Option(help="Seeds, such as 0,1; by default the seed of the run's evaluation.")
     ] = "",
     steps: Annotated[
         int | None, typer.Option(help="Euler steps; by default as in the run's evaluation.")
     ] = None,
     split: Annotated[
-        int | None, typer.Option(help="Step at which the base takes over in hybrid.")
+        int | None, typer.Option(help="Step at which the base takes over in hybrid sampling.")
     ] = None,
     resolution: Annotated[
-        str | None, typer.Option(help="Pixels: a side, or HEIGHT,WIDTH.", metavar="PIXELS")
+        str | None,
+        typer.Option(help="Image size in pixels: one side, or HEIGHT,WIDTH.", metavar="PIXELS"),
     ] = None,
     out: Annotated[
         Path | None, typer.Option(help="A new folder; by default one under ./samples.")
     ] = None,
     trust: TrustOption = False,
 ):
-    """Draw prompts with a run's weights, plain and hybrid.
+    """Sample images of prompts with a run's weights.
 
     With classifier-free guidance, a prompt in the run's `eval_prompts` has the negative prompt of its record there;
     every other prompt has the run's `negative_prompt`.
@@ -82,7 +84,7 @@ def sample(
     from chunk_grpo.reporting import samples
     from chunk_grpo.runs import run_folder
 
-    # A model with a small vocabulary, such as the pocket model, skips words without an error.
+    # A model with a small vocabulary, such as the pocket model, silently skips words that it does not know.
     settings = run_folder.read_run_settings(run)
     texts = prompt or inputs.read_model_prompts(
         str(prompts), "--prompts", settings.model, settings.family, negative_prompts=False
@@ -95,7 +97,7 @@ def sample(
             err=True,
         )
 
-    # Without --out: the first number that no folder has yet.
+    # Without --out, use the first number that no folder has yet.
     numbered = (Path("samples") / f"{run.resolve().name}-{i:03d}" for i in itertools.count(1))
     out = out or next(folder for folder in numbered if not folder.exists())
 
@@ -127,14 +129,16 @@ def sample(
 )
 def export(
     run: RunArgument,
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="The folder to make.")],
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="The new folder to write.")],
     layout: Annotated[
-        str, typer.Option(help="Of an adapter: diffusers, peft, or kohya (for ComfyUI).")
+        str,
+        typer.Option(help="Layout of an adapter's files: diffusers, peft, or kohya (for ComfyUI)."),
     ] = "diffusers",
     push_to_hub: Annotated[
         str,
         typer.Option(
-            metavar="NAME/REPOSITORY", help="Upload the folder there; a new repository is private."
+            metavar="NAME/REPOSITORY",
+            help="Repository on the hub to upload to; a new one is private.",
         ),
     ] = "",
     public: Annotated[
@@ -142,7 +146,7 @@ def export(
     ] = False,
     trust: TrustOption = False,
 ):
-    """Export a run's weights for other programs, with a model card."""
+    """Export a run's weights and a model card for other programs."""
     if public and not push_to_hub:
         raise InputError("`--public` needs the repository in `--push-to-hub`; got none")
     from chunk_grpo.reporting import export as exporting  # here, since it imports torch

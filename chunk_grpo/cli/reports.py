@@ -14,7 +14,7 @@ import typer
 
 from .. import InputError
 from chunk_grpo.cli.console import (
-    DrawersOption,
+    RunProcessesOption,
     JsonOption,
     OverridesArgument,
     PageOption,
@@ -51,7 +51,7 @@ def watch(
         ),
     ] = 1.0,
 ):
-    """Follow a run that goes on elsewhere."""
+    """Follow a run that another process is training."""
     from chunk_grpo.reporting.figures import watch_run  # these here, since they import torch
     from chunk_grpo.training.callbacks import format_progress
 
@@ -71,11 +71,11 @@ def watch(
 def lab(
     run: RunArgument,
     options: Annotated[
-        list[str] | None, typer.Argument(metavar="[-- OPTION]...", help="Options of JupyterLab.")
+        list[str] | None, typer.Argument(metavar="[-- OPTION]...", help="Options for JupyterLab.")
     ] = None,
-    folder: Annotated[Path, typer.Option(help="Folder of the notebook.")] = Path(),
+    folder: Annotated[Path, typer.Option(help="Folder for the notebook.")] = Path(),
 ):
-    """Open a run's widgets in JupyterLab."""
+    """Open a notebook with a run's widgets in JupyterLab."""
     # Here, since it imports torch.
     from chunk_grpo.reporting.widgets import lab_command, write_lab_notebook
 
@@ -89,7 +89,7 @@ def compare(
     run: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders.")],
     out: PageOption = "compare.html",
 ):
-    """Put runs side by side."""
+    """Compare runs in tables and on a page."""
     from chunk_grpo.reporting import reports  # here, since it imports torch
 
     table = reports.compare_runs(run)
@@ -122,17 +122,22 @@ def tables(
     ] = None,
     out: PageOption = "tables.html",
     arm: Annotated[
-        str, typer.Option(help="Weights shown next to the paper's: hybrid or plain.")
+        str, typer.Option(help="Arm shown next to the paper's numbers: hybrid or plain.")
     ] = "hybrid",
-    prompts: Annotated[str, typer.Option(help="Benchmark of Tables 1, 3 and 4.")] = "hpd-test400",
+    prompts: Annotated[str, typer.Option(help="Benchmark for Tables 1, 3 and 4.")] = "hpd-test400",
     steps: Annotated[
-        int, typer.Option(help="Sampling steps of the runs, except for Table 3.", min=2)
+        int, typer.Option(help="Sampling steps that the runs must have, except in Table 3.", min=2)
     ] = 17,
     name: Annotated[
-        list[str] | None, typer.Option(metavar="THEIRS=OURS", help="A reward's name here.")
+        list[str] | None,
+        typer.Option(
+            metavar="THEIRS=OURS",
+            help="A reward's name in the paper and in this package; may be repeated.",
+        ),
     ] = None,
     show: Annotated[
-        list[str] | None, typer.Option(metavar="PROMPT", help="A prompt whose images are shown.")
+        list[str] | None,
+        typer.Option(metavar="PROMPT", help="A prompt whose images are shown; may be repeated."),
     ] = None,
 ):
     """Rebuild the paper's tables from evaluated runs."""
@@ -165,7 +170,10 @@ def tables(
 )
 def profile(
     source: Annotated[
-        str | None, typer.Argument(metavar="SETTINGS", help="As for train; none with --run.")
+        str | None,
+        typer.Argument(
+            metavar="SETTINGS", help="A YAML file or a preset, as for train; left out with --run."
+        ),
     ] = None,
     overrides: OverridesArgument = None,
     run: Annotated[
@@ -175,10 +183,10 @@ def profile(
         int, typer.Option(help="Training prompts to sample.", min=1, max=10_000)
     ] = 8,
     images: Annotated[
-        int, typer.Option(help="Images of each prompt, each from its own seed.", min=1, max=10_000)
+        int, typer.Option(help="Images per prompt, each from its own seed.", min=1, max=10_000)
     ] = 2,
     steps: Annotated[
-        str, typer.Option(help="Further numbers of sampling steps, such as 10,25,50.")
+        str, typer.Option(help="Further numbers of sampling steps to measure, such as 10,25,50.")
     ] = "",
     json: Annotated[
         str | None, typer.Option(metavar="FILE", help="A file for the profile's numbers.")
@@ -190,7 +198,7 @@ def profile(
     if not (source or run):
         raise InputError("`profile` needs settings or a run in `--run`; got neither")
     numbers_file = "" if json is None else str(output_file("json", json))
-    # each once
+    # Drop repeated numbers.
     step_counts = list(
         dict.fromkeys(parse_numbers(option="--steps", text=steps, low=2, high=10_000))
     )
@@ -231,11 +239,11 @@ def verify(
     iterations: Annotated[
         int, typer.Option(help="Iterations to repeat.", min=1, max=1_000_000)
     ] = 2,
-    processes: DrawersOption = 0,
+    processes: RunProcessesOption = 0,
     trust: TrustOption = False,
     as_json: JsonOption = False,
 ):
-    """Repeat a run's first iterations and compare."""
+    """Repeat a run's first iterations and compare the results."""
     from chunk_grpo.runs import launch, verify as verifying  # here, since they import torch
 
     check_trust(run, trust, doing="verifying")

@@ -30,8 +30,8 @@ SettingsArgument = Annotated[
     str,
     typer.Argument(
         metavar="SETTINGS",
-        help="A YAML file or a preset such as pocket/demo, whose settings `chunk-grpo presets "
-        "pocket/demo` lists with their meaning.",
+        help="A YAML file or a preset such as pocket/demo; `chunk-grpo presets pocket/demo` lists "
+        "its settings with their meaning.",
         autocompletion=lambda incomplete: [
             name for name in settings.list_presets() if name.startswith(incomplete)
         ],
@@ -42,7 +42,7 @@ SettingsArgument = Annotated[
 def _finish_training(run: Path, report: bool) -> None:
     """Print how long a finished run trained; if `report` is set, evaluate the run and write its report.
 
-    An evaluation that raises InputError ends the command with exit code 2 and a line on how to resume it.
+    If the evaluation raises InputError, print how to resume it and end the command with exit code 2.
     """
     from chunk_grpo.runs import run_folder  # here, since it imports torch
 
@@ -66,7 +66,7 @@ def _finish_training(run: Path, report: bool) -> None:
 
 # %% ../../nbs/14_cli/04_training.ipynb #73791a28
 class _TrainCommand(typer.core.TyperCommand):
-    """The command `train`, whose `--resume` is a flag that may be followed by `auto`."""
+    """Parse the command `train`, whose `--resume` is a flag that may be followed by `auto`."""
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:
         """Give `--resume` the value `yes` unless `auto` follows it, and parse the arguments."""
@@ -101,29 +101,35 @@ def train(
     ] = "",
     processes: ProcessesOption = None,
     nodes: Annotated[
-        int, typer.Option(help="Machines, each with this command and --processes.", min=1)
+        int,
+        typer.Option(
+            help="Number of machines; each runs this command with --processes processes.", min=1
+        ),
     ] = 1,
     node_rank: Annotated[
-        int, typer.Option(envvar="SLURM_NODEID", help="Number of this machine, 0 the first.")
+        int, typer.Option(envvar="SLURM_NODEID", help="Number of this machine; the first is 0.")
     ] = 0,
     rendezvous: Annotated[
-        str, typer.Option(metavar="HOST:PORT", help="The first machine and a free port on it.")
+        str,
+        typer.Option(metavar="HOST:PORT", help="Address of the first machine, with a free port."),
     ] = "",
     max_restarts: Annotated[
-        int, typer.Option(help="Restarts from a checkpoint when a process fails.", min=0)
+        int,
+        typer.Option(help="How often to restart from a checkpoint when a process fails.", min=0),
     ] = 0,
     callback: Annotated[
         list[str] | None,
         typer.Option(
             metavar="FILE.PY:NAME",
-            help="Your function or Callback that gets each line of metrics; may be repeated.",
+            help="Your function or Callback, called with each line of metrics; may be repeated.",
         ),
     ] = None,
     report: Annotated[
-        bool, typer.Option("--report/--no-report", help="Write report.html at the end.")
+        bool,
+        typer.Option("--report/--no-report", help="Evaluate at the end and write report.html."),
     ] = True,
 ):
-    """Train, with a line an iteration, and write the report."""
+    """Train, print a line per iteration, and write the report."""
     if resume not in ("", "yes", "auto"):
         raise InputError(f"`--resume` takes no value or auto; got {resume!r}")
     run_settings = settings.load_settings(source, overrides or ())
@@ -156,7 +162,7 @@ def train(
     is_single_process = processes * nodes == 1
 
     def resume_command() -> str:
-        """Return the words that tell the user how to resume this run."""
+        """Return the command that resumes this run, as a hint for the user."""
         words = ["chunk-grpo", "train", source, *(overrides or ()), "--out", str(folder)]
         if not is_single_process:
             words += ["--processes", str(processes)]
