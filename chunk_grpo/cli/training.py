@@ -30,8 +30,8 @@ SettingsArgument = Annotated[
     str,
     typer.Argument(
         metavar="SETTINGS",
-        help="A YAML file or a preset such as pocket/demo; `chunk-grpo presets pocket/demo` lists "
-        "its settings with their meaning.",
+        help="A YAML file or a preset such as pocket/demo, whose settings `chunk-grpo presets "
+        "pocket/demo` lists with their meaning.",
         autocompletion=lambda incomplete: [
             name for name in settings.list_presets() if name.startswith(incomplete)
         ],
