@@ -13,13 +13,15 @@ from typing import Annotated
 import typer
 
 from .. import InputError
-from .console import JsonOption, examples, print_json, print_rows
+from .console import JsonOption, format_examples, print_json, print_rows
 from ..core import settings, validation
 
 catalogue_app = typer.Typer(rich_markup_mode=None)
 
 # %% ../../nbs/14_cli/01_catalogue.ipynb #9e0b2002
-@catalogue_app.command("reports", epilog=examples("reports", "reports --path", "reports --json"))
+@catalogue_app.command(
+    "reports", epilog=format_examples("reports", "reports --path", "reports --json")
+)
 def list_report_notebooks(
     path: Annotated[
         bool, typer.Option("--path", help="Print only the folder that holds the notebooks.")
@@ -42,7 +44,7 @@ def list_report_notebooks(
     return None
 
 # %% ../../nbs/14_cli/01_catalogue.ipynb #06dfe718
-@catalogue_app.command(epilog=examples("presets", "presets pocket/demo", "presets --json"))
+@catalogue_app.command(epilog=format_examples("presets", "presets pocket/demo", "presets --json"))
 def presets(
     source: Annotated[
         str | None,
@@ -78,7 +80,7 @@ def presets(
     return print_json(summaries) if as_json else print_rows(list(summaries.items()))
 
 
-@catalogue_app.command(epilog=examples("methods", "methods pocket/demo", "methods --json"))
+@catalogue_app.command(epilog=format_examples("methods", "methods pocket/demo", "methods --json"))
 def methods(
     source: Annotated[
         str,

@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['JsonOption', 'OverridesArgument', 'RunArgument', 'TrustOption', 'RunProcessesOption', 'ProcessesOption', 'PageOption',
-           'split_commas', 'parse_numbers', 'resolution_value', 'output_file', 'output_page', 'print_rows', 'printable',
-           'print_json', 'examples', 'ends_if_interrupted', 'LastingFile', 'EscapedText', 'rewrap_stream',
-           'check_trust']
+           'split_commas', 'parse_numbers', 'resolution_to_yaml', 'check_output_file', 'check_output_page',
+           'print_rows', 'escape_control_characters', 'print_json', 'format_examples', 'exit_if_interrupted',
+           'BestEffortFile', 'EscapingTextStream', 'rewrap_stream', 'check_trust']
 
 # %% ../../nbs/14_cli/00_console.ipynb #ce9b332d
 import contextlib
@@ -67,12 +67,12 @@ def parse_numbers(
     return [int(number) for number in numbers]
 
 
-def resolution_value(text: str | None) -> str | None:  # text: such as 512, or 768,1024
+def resolution_to_yaml(text: str | None) -> str | None:  # text: such as 512, or 768,1024
     """Convert the text of an option to the YAML value of the setting `resolution`; None stays None."""
     return f"[{text}]" if text and "," in text else text
 
 # %% ../../nbs/14_cli/00_console.ipynb #187520a3
-def output_file(
+def check_output_file(
     option: str,  # its name without dashes, for the error
     text: str,  # the file as the user wrote it
 ) -> Path:
@@ -84,9 +84,9 @@ def output_file(
     return Path(text)
 
 
-def output_page(text: str) -> str:
+def check_output_page(text: str) -> str:
     """Return the value of `--out`; raise InputError unless this page and the notebook next to it can be written."""
-    page = output_file("out", text)
+    page = check_output_file("out", text)
     if page.suffix == ".ipynb":
         raise InputError(
             f"`--out` must be a page such as compare.html, next to which its notebook is written; got {text}"
@@ -96,7 +96,7 @@ def output_page(text: str) -> str:
 
 
 PageOption = Annotated[
-    str, typer.Option(metavar="FILE", help="The page to write.", callback=output_page)
+    str, typer.Option(metavar="FILE", help="The page to write.", callback=check_output_page)
 ]
 
 # %% ../../nbs/14_cli/00_console.ipynb #cd29fb29
@@ -106,7 +106,7 @@ def print_rows(table: list[tuple[str, str]]) -> None:  # table: (name, text) per
     typer.echo("\n".join(f"{name:{width}}{text}" for name, text in table))
 
 
-def printable(text: str) -> str:
+def escape_control_characters(text: str) -> str:
     """Escape the control characters in a text, so that the files of a run cannot control the terminal."""
     return "".join(
         c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text
@@ -119,7 +119,7 @@ def print_json(content: dict | list) -> None:
     typer.echo(json.dumps(finite, indent=1))
 
 # %% ../../nbs/14_cli/00_console.ipynb #5e55a149
-def examples(
+def format_examples(
     *lines: str,  # each as it is typed, without `chunk-grpo`
 ) -> str:
     """Format a command's examples, one per line, as the text below its help."""
@@ -127,7 +127,7 @@ def examples(
 
 # %% ../../nbs/14_cli/00_console.ipynb #1a7b3202
 @contextlib.contextmanager
-def ends_if_interrupted(
+def exit_if_interrupted(
     resume_hint: Callable[[], str] = str,  # returns how to resume; "" prints nothing
 ) -> Iterator[None]:
     """End the command with an exit code if the block is interrupted by Ctrl-C or SIGTERM, and print how to resume."""
@@ -140,7 +140,7 @@ def ends_if_interrupted(
         raise typer.Exit(code) from None
 
 # %% ../../nbs/14_cli/00_console.ipynb #6a58c08f
-class LastingFile(io.FileIO):
+class BestEffortFile(io.FileIO):
     """Write bytes to a file, and drop those that cannot be written instead of raising an error."""
 
     def write(self, data) -> int:
@@ -150,20 +150,20 @@ class LastingFile(io.FileIO):
         return len(data)
 
 
-class EscapedText(io.TextIOWrapper):
+class EscapingTextStream(io.TextIOWrapper):
     """Write text with its control characters escaped, whichever command prints it."""
 
     def write(self, text: str) -> int:
         """Write the text with its control characters escaped, and return the number of characters written."""
         if isinstance(text, str):
-            text = printable(text)
+            text = escape_control_characters(text)
         return super().write(text)  # click writes bytes to find out whether a stream accepts them
 
 
 def rewrap_stream(
     stream,  # such as sys.stdout
-    raw: type = LastingFile,  # class that writes the bytes
-    text: type = EscapedText,  # class that writes the text
+    raw: type = BestEffortFile,  # class that writes the bytes
+    text: type = EscapingTextStream,  # class that writes the text
 ):
     """Wrap the file of a stream in a new text stream; return `stream` itself if it has no file."""
     try:
@@ -175,12 +175,12 @@ def rewrap_stream(
 # %% ../../nbs/14_cli/00_console.ipynb #b26d0682
 def check_trust(
     run: Path,  # run folder
-    trust: bool,  # the user gave --trust
+    trust: bool,  # True: the user gave --trust, and nothing is checked
     overrides: Sequence[str] = (),  # NAME=VALUE from the user, which need no trust
     doing: str = "evaluating",  # what the command does, for the error
     rewards_too: bool = True,  # the command scores images, so rewards need trust too
 ) -> None:
-    """Raise InputError if a run from elsewhere names code, a hub model, or a reward's location or options."""
+    """Raise InputError if a run from elsewhere names code, a hub model, or a reward's location or options, unless `trust`."""
     from chunk_grpo.runs import run_folder  # here, since it imports torch
 
     names = [text.partition("=")[0] for text in overrides]

@@ -17,7 +17,7 @@ from typing import Annotated
 import typer
 
 from .. import InputError, __version__
-from .console import JsonOption, examples, print_json, print_rows
+from .console import JsonOption, format_examples, print_json, print_rows
 from ..core import validation
 from ..core.settings import TRACKERS
 
@@ -25,7 +25,7 @@ machine_app = typer.Typer(rich_markup_mode=None)
 
 # %% ../../nbs/14_cli/10_machine.ipynb #0c1a0c3d
 def _describe_gpus(
-    torch,  # the module
+    torch,  # the imported module
 ) -> list[tuple[str, str]]:
     """Return rows with torch's CUDA version, the driver, and each GPU's memory and capability, or why torch sees no GPU."""
     from chunk_grpo.core.machine import nvidia_driver, explain_missing_gpu
@@ -109,7 +109,7 @@ def _package_note(
         return "ready"
 
 
-@machine_app.command(epilog=examples("doctor", "doctor --json", "doctor mine.tsv:Prompt"))
+@machine_app.command(epilog=format_examples("doctor", "doctor --json", "doctor mine.tsv:Prompt"))
 def doctor(
     prompts: Annotated[
         list[str] | None,

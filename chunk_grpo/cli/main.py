@@ -22,7 +22,7 @@ import typer.core
 
 from .. import InputError, __version__
 from .catalogue import catalogue_app
-from .console import LastingFile, printable, rewrap_stream
+from .console import BestEffortFile, escape_control_characters, rewrap_stream
 from .evaluation import evaluation_app
 from .machine import machine_app
 from .planning import planning_app
@@ -98,7 +98,7 @@ def root_callback(
     """Reinforcement learning of flow-matching image models with chunks."""
     # These commands only print; the others write files, which matter more than their output.
     only_prints = ctx.invoked_subcommand in ("plan", "doctor", "presets", "methods")
-    raw = io.FileIO if only_prints else LastingFile
+    raw = io.FileIO if only_prints else BestEffortFile
     ctx.with_resource(contextlib.redirect_stdout(rewrap_stream(sys.stdout, raw)))
     if not only_prints:
         # Progress bars move the cursor with control characters, so stderr is not escaped.
@@ -159,7 +159,7 @@ def describe_error(error: Exception) -> tuple[int, str]:
         code = 1
         text = f"an unforeseen {type(error).__name__}: {message}; the traceback is in {log.name}"
     # One line of bounded length, whatever the error's text contains.
-    text = printable(text).replace("\n", "\\n").replace("\t", "\\t")
+    text = escape_control_characters(text).replace("\n", "\\n").replace("\t", "\\t")
     return code, text if len(text) <= 1000 else f"{text[:500]} ... {text[-500:]}"
 
 
@@ -175,7 +175,9 @@ def main():
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     if not sys.stderr.isatty():
         os.environ.setdefault("TQDM_DISABLE", "1")  # progress bars would fill a log file
-    warnings.formatwarning = lambda message, *_: f"chunk-grpo: {printable(str(message))}\n"
+    warnings.formatwarning = lambda message, *_: (
+        f"chunk-grpo: {escape_control_characters(str(message))}\n"
+    )
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="backslashreplace")
     try:

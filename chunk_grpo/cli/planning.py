@@ -17,11 +17,11 @@ from chunk_grpo.cli.console import (
     JsonOption,
     OverridesArgument,
     ProcessesOption,
-    examples,
-    output_file,
+    format_examples,
+    check_output_file,
     print_json,
     print_rows,
-    resolution_value,
+    resolution_to_yaml,
 )
 from ..core import files, settings
 
@@ -29,7 +29,7 @@ planning_app = typer.Typer(rich_markup_mode=None)
 
 # %% ../../nbs/14_cli/02_planning.ipynb #38d9e720
 @planning_app.command(
-    epilog=examples(
+    epilog=format_examples(
         "plan pocket/demo --json", "plan paper/chunk --device h200", "plan --run runs/one"
     )
 )
@@ -186,7 +186,7 @@ def plan(
         print_rows(table)
 
 # %% ../../nbs/14_cli/02_planning.ipynb #91944203
-@planning_app.command(epilog=examples("speed --prompts 1 --images 2 --repeats 1"))
+@planning_app.command(epilog=format_examples("speed --prompts 1 --images 2 --repeats 1"))
 def speed(
     overrides: OverridesArgument = None,
     model: Annotated[
@@ -206,7 +206,7 @@ def speed(
 ):
     """Measure the time and memory of one iteration."""
     # Check where the numbers go before anything is measured.
-    file = None if out is None else output_file("out", out)
+    file = None if out is None else check_output_file("out", out)
     if file and (file.suffix != ".json" or not file.absolute().parent.is_dir()):
         raise InputError(f"`--out` must be a .json file in a folder that exists; got {out}")
     from chunk_grpo.measurements import speed as measuring  # here, since it imports torch
@@ -216,7 +216,7 @@ def speed(
         "prompts_per_iteration": prompts,
         "images_per_prompt": images,
         "steps": steps,
-        "resolution": resolution_value(resolution),
+        "resolution": resolution_to_yaml(resolution),
     }
     changes = [
         *(overrides or ()),

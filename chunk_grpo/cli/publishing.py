@@ -18,10 +18,10 @@ from chunk_grpo.cli.console import (
     RunArgument,
     TrustOption,
     check_trust,
-    ends_if_interrupted,
-    examples,
+    exit_if_interrupted,
+    format_examples,
     parse_numbers,
-    resolution_value,
+    resolution_to_yaml,
     split_commas,
 )
 from ..core import machine
@@ -30,7 +30,7 @@ publishing_app = typer.Typer(rich_markup_mode=None)
 
 # %% ../../nbs/14_cli/08_publishing.ipynb #00044e59
 @publishing_app.command(
-    epilog=examples(
+    epilog=format_examples(
         'sample runs/one "a red star" "two blue rings" --seed 0,1',
         "sample runs/one --prompts FILE --arm base,hybrid --out stars",
     )
@@ -104,10 +104,10 @@ def sample(
     options = {
         "eval_steps": steps,
         "hybrid_split": split,
-        "eval_resolution": resolution_value(resolution),
+        "eval_resolution": resolution_to_yaml(resolution),
     }
     changes = [f"{field}={value}" for field, value in options.items() if value is not None]
-    with ends_if_interrupted(lambda: "no folder was made"), machine.raise_on_sigterm():
+    with exit_if_interrupted(lambda: "no folder was made"), machine.raise_on_sigterm():
         images = samples.sample_run(
             run=run,
             prompts=texts,
@@ -122,7 +122,7 @@ def sample(
 
 # %% ../../nbs/14_cli/08_publishing.ipynb #e94da4de
 @publishing_app.command(
-    epilog=examples(
+    epilog=format_examples(
         "export runs/one my-model",
         "export runs/one my-lora --layout kohya --push-to-hub me/my-lora",
     )

@@ -21,9 +21,9 @@ from chunk_grpo.cli.console import (
     RunArgument,
     TrustOption,
     check_trust,
-    ends_if_interrupted,
-    examples,
-    output_file,
+    exit_if_interrupted,
+    format_examples,
+    check_output_file,
     parse_numbers,
     print_json,
     print_rows,
@@ -33,7 +33,7 @@ from ..core import settings
 reports_app = typer.Typer(rich_markup_mode=None)
 
 # %% ../../nbs/14_cli/07_reports.ipynb #4a6437b6
-@reports_app.command(epilog=examples("report runs/one"))
+@reports_app.command(epilog=format_examples("report runs/one"))
 def report(run: RunArgument):
     """Write a run's report again from its folder."""
     from chunk_grpo.reporting.reports import write_run_report  # here, since it imports torch
@@ -41,7 +41,7 @@ def report(run: RunArgument):
     typer.echo(f"report: {write_run_report(run)}")
 
 # %% ../../nbs/14_cli/07_reports.ipynb #b947c4f3
-@reports_app.command(epilog=examples("watch runs/one", "watch runs/one --every 10"))
+@reports_app.command(epilog=format_examples("watch runs/one", "watch runs/one --every 10"))
 def watch(
     run: RunArgument,
     interval: Annotated[
@@ -55,7 +55,7 @@ def watch(
     from chunk_grpo.reporting.figures import watch_run  # these here, since they import torch
     from chunk_grpo.training.callbacks import format_progress
 
-    with ends_if_interrupted():
+    with exit_if_interrupted():
         status = watch_run(
             run,
             lambda line, settings: typer.echo(format_progress(line, settings.iterations)),
@@ -66,7 +66,7 @@ def watch(
 
 # %% ../../nbs/14_cli/07_reports.ipynb #1fa5fd2d
 @reports_app.command(
-    epilog=examples("lab runs/one", "lab runs/one --folder notebooks -- --no-browser")
+    epilog=format_examples("lab runs/one", "lab runs/one --folder notebooks -- --no-browser")
 )
 def lab(
     run: RunArgument,
@@ -84,7 +84,7 @@ def lab(
     raise typer.Exit(subprocess.run(lab_command(file, options or ())).returncode)
 
 # %% ../../nbs/14_cli/07_reports.ipynb #b693f976
-@reports_app.command(epilog=examples("compare runs/one runs/two --out compare.html"))
+@reports_app.command(epilog=format_examples("compare runs/one runs/two --out compare.html"))
 def compare(
     run: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders.")],
     out: PageOption = "compare.html",
@@ -114,7 +114,7 @@ def compare(
 
 # %% ../../nbs/14_cli/07_reports.ipynb #c67e535e
 @reports_app.command(
-    epilog=examples("tables runs/one --name CLIP=pocket-clip --prompts pocket:test")
+    epilog=format_examples("tables runs/one --name CLIP=pocket-clip --prompts pocket:test")
 )
 def tables(
     run: Annotated[
@@ -166,7 +166,9 @@ def tables(
 
 # %% ../../nbs/14_cli/07_reports.ipynb #f27a80dc
 @reports_app.command(
-    epilog=examples("profile pocket/tiny --prompts 2", "profile --run runs/one --json profile.json")
+    epilog=format_examples(
+        "profile pocket/tiny --prompts 2", "profile --run runs/one --json profile.json"
+    )
 )
 def profile(
     source: Annotated[
@@ -197,7 +199,7 @@ def profile(
     """Measure how far the base's latents move in each step."""
     if not (source or run):
         raise InputError("`profile` needs settings or a run in `--run`; got neither")
-    numbers_file = "" if json is None else str(output_file("json", json))
+    numbers_file = "" if json is None else str(check_output_file("json", json))
     # Drop repeated numbers.
     step_counts = list(
         dict.fromkeys(parse_numbers(option="--steps", text=steps, low=2, high=10_000))
@@ -233,7 +235,9 @@ def profile(
     typer.echo(f"report: {out}")
 
 # %% ../../nbs/14_cli/07_reports.ipynb #3af0d8c7
-@reports_app.command(epilog=examples("verify runs/one", "verify runs/one --iterations 5 --json"))
+@reports_app.command(
+    epilog=format_examples("verify runs/one", "verify runs/one --iterations 5 --json")
+)
 def verify(
     run: RunArgument,
     iterations: Annotated[
@@ -247,7 +251,7 @@ def verify(
     from chunk_grpo.runs import launch, verify as verifying  # here, since they import torch
 
     check_trust(run, trust, doing="verifying")
-    with ends_if_interrupted():
+    with exit_if_interrupted():
         progress = None if as_json else launch.print_progress
         result = verifying.verify_run(
             run=run, iterations=iterations, processes=processes, on_log=progress, trust=trust

@@ -12,14 +12,16 @@ from typing import Annotated
 import typer
 
 from .. import InputError
-from .console import OverridesArgument, examples
+from .console import OverridesArgument, format_examples
 from ..core import validation
 
 rewards_app = typer.Typer(rich_markup_mode=None)
 
 # %% ../../nbs/14_cli/09_rewards.ipynb #d397eb1e
 @rewards_app.command(
-    epilog=examples("reward-env hpsv3", "reward-env my_reward.txt", "reward-env mine easyocr torch")
+    epilog=format_examples(
+        "reward-env hpsv3", "reward-env my_reward.txt", "reward-env mine easyocr torch"
+    )
 )
 def reward_env(
     name: Annotated[
@@ -37,7 +39,9 @@ def reward_env(
 
 # %% ../../nbs/14_cli/09_rewards.ipynb #8758c9b6
 @rewards_app.command(
-    epilog=examples("serve-reward pocket-clip --port 8000", "serve-reward hpsv3 device=cuda:1")
+    epilog=format_examples(
+        "serve-reward pocket-clip --port 8000", "serve-reward hpsv3 device=cuda:1"
+    )
 )
 def serve_reward(
     name: Annotated[str, typer.Argument(help="A reward's name, or package.module:function.")],

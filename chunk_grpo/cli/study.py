@@ -14,8 +14,8 @@ import typer
 
 from .. import InputError
 from chunk_grpo.cli.console import (
-    ends_if_interrupted,
-    examples,
+    exit_if_interrupted,
+    format_examples,
     parse_numbers,
     split_commas,
 )
@@ -25,7 +25,7 @@ study_app = typer.Typer(rich_markup_mode=None)
 
 # %% ../../nbs/14_cli/05_study.ipynb #1631554d
 @study_app.command(
-    epilog=examples(
+    epilog=format_examples(
         "study explain --processes 2",
         "study explain --arms steps,chunks --seeds 0,1",
         "study mine --new --arms steps,chunk,my.py:Rank",
@@ -111,7 +111,7 @@ def study(
         folder = design.write_new_study(name, split_commas(arms), base)
         return typer.echo(f"edit and commit {folder}/study.yaml, which lists the next steps")
     rows = [row for file in known or [] for row in files.read_json_lines(file)]
-    with ends_if_interrupted(lambda: "the same command resumes the study"):
+    with exit_if_interrupted(lambda: "the same command resumes the study"):
         if tune:
             return pilot.tune_study(
                 source=name, out=out, processes=processes, known=rows, say=typer.echo

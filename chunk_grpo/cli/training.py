@@ -17,8 +17,8 @@ from .. import InputError
 from chunk_grpo.cli.console import (
     OverridesArgument,
     ProcessesOption,
-    ends_if_interrupted,
-    examples,
+    exit_if_interrupted,
+    format_examples,
 )
 from .evaluation import evaluate_with_progress
 from ..core import settings
@@ -79,7 +79,7 @@ class _TrainCommand(typer.core.TyperCommand):
 
 @training_app.command(
     cls=_TrainCommand,
-    epilog=examples(
+    epilog=format_examples(
         "train pocket/tiny seed=1 --out runs/one",
         "train pocket/tiny seed=1 --out runs/one --resume auto",
         "train pocket/demo iterations=200 --no-report",
@@ -176,7 +176,7 @@ def train(
             words.append("--resume")
         return f"continue with: {shlex.join(words)}"
 
-    with ends_if_interrupted(resume_command):
+    with exit_if_interrupted(resume_command):
         run = launch.train(
             run_settings,
             folder,

@@ -12,14 +12,14 @@ from typing import Annotated
 
 import typer
 
-from .console import OverridesArgument, ends_if_interrupted, examples
+from .console import OverridesArgument, exit_if_interrupted, format_examples
 
 try_app = typer.Typer(rich_markup_mode=None)
 
 # %% ../../nbs/14_cli/06_try_command.ipynb #04594b71
 @try_app.command(
     "try",
-    epilog=examples(
+    epilog=format_examples(
         "try my_method.py --quick",
         "try my_method.py --processes 2",
         "try my_methods.py:Rank chunk_fraction=1 --out runs/try/rank",
@@ -69,7 +69,7 @@ def try_command(
     words += ["--out", str(out)] if out else []
     words += ["--protocol", protocol] if protocol != "referee" else []
     folder = (out or trying.default_folder(source, quick)).absolute()
-    with ends_if_interrupted(
+    with exit_if_interrupted(
         lambda: f"finished trials are kept, continue with: {shlex.join(words)}"
     ):
         page = trying.try_method(

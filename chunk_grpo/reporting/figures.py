@@ -107,7 +107,7 @@ def create_subplots(
 
 
 def with_house_style(draw: Callable) -> Callable:  # draw: a function that returns a figure, or None
-    """Decorate a drawing function: apply the house style to its figure, and show dollar signs literally."""
+    """Decorate a drawing function so that its figure has the house style and shows dollar signs literally."""
 
     @functools.wraps(draw)
     def draw_in_style(*arguments, **options):
@@ -125,7 +125,7 @@ def with_house_style(draw: Callable) -> Callable:  # draw: a function that retur
 
 def short_name(
     name: str,  # of a reward, a run or a setting
-    longest: int = 44,  # most characters
+    longest: int = 44,  # largest number of characters
 ) -> str:
     """Return the name, with its middle cut out if it is longer than `longest`."""
     half = longest // 2 - 2
@@ -166,8 +166,8 @@ def draw_mean(
     metrics: pd.DataFrame,  # a row per iteration
     name: str,  # a column of the metrics
     error: str,  # column of its standard error; "" or a missing column: no band
-    colour: str,  # of line and band
-    label: str,  # of the line, in the legend; empty for none
+    colour: str,  # colour of line and band
+    label: str,  # name of the line in the legend; empty: none
 ) -> None:
     """Draw a metric as a line, with its 95% interval as a band if its standard error is known."""
     mean = metric_series(metrics, name)
@@ -189,9 +189,9 @@ def draw_held_out(
     axis: Axes,  # a panel
     metrics: pd.DataFrame,  # a row per iteration
     reward: str,  # name of a reward that was scored on held-out prompts
-    colour: str,  # of the trained weights
+    colour: str,  # colour of the trained weights
 ) -> None:
-    """Draw held-out scores with 95% intervals: trained weights, hybrid inference, and the base as a dotted line."""
+    """Draw held-out scores of trained weights and hybrid inference with 95% intervals, and the base as a dotted line."""
     column = f"eval_{reward}"
     # Shift the points of hybrid inference a little to the right, so that no interval hides another.
     offset = 0.008 * metrics.iteration.max()
@@ -368,7 +368,7 @@ def _choose_evenly_spaced_rows(
     scores: pd.DataFrame,  # as for `plot_before_after`
     count: int,  # number of prompts
 ) -> tuple[list[str], list[list]]:  # arms; and per prompt a list with one row of `scores` per arm
-    """Choose evenly spaced prompts, and return the row of the first image of each from every arm."""
+    """Choose evenly spaced prompts, and return for each the rows of its first image from every arm."""
     first = scores[scores.image_index == scores.image_index.min()]
     prompt_indices = sorted(first.prompt_index.unique())
     count = min(count, len(prompt_indices))
@@ -382,7 +382,7 @@ def plot_before_after(
     scores: pd.DataFrame,  # a row per image: arm, prompt_index, image_index, prompt, file, scores
     folder: Path,  # that contains the files
     name: str,  # reward whose scores are shown below the images
-    count: int = 6,  # rows
+    count: int = 6,  # prompts shown, one per row
 ) -> Figure:
     """Draw images of the same prompts and seeds from every arm of an evaluation."""
     arms, rows = _choose_evenly_spaced_rows(scores, count)
@@ -426,7 +426,7 @@ def checker_notes(
 @with_house_style
 def plot_deltas(
     summary: Mapping[str, Mapping],  # reward -> {"plain-base": {mean, lo, hi}, ...}
-    colour: str = METHOD_COLOURS["chunk"],  # of the trained weights
+    colour: str = METHOD_COLOURS["chunk"],  # colour of the trained weights
 ) -> Figure:
     """Draw each arm's difference from the base with its 95% interval, one panel per reward."""
     # For each reward, the arms that have a difference, from the bottom row to the top.
@@ -473,8 +473,8 @@ def plot_deltas(
 @with_house_style
 def plot_categories(
     arms: Mapping[str, Mapping[str, float]],  # arm -> category -> mean
-    name: str,  # of the reward
-    colour: str = METHOD_COLOURS["chunk"],  # of the trained weights
+    name: str,  # name of the reward
+    colour: str = METHOD_COLOURS["chunk"],  # colour of the trained weights
 ) -> Figure:
     """Draw the mean score of every category, with a dot per arm."""
     colours = METHOD_COLOURS | {"plain": colour}
@@ -504,7 +504,7 @@ def plot_categories(
 @with_house_style
 def plot_progress(
     lines: Sequence[Mapping],  # of the metrics, one per iteration so far
-    settings: Settings,  # of the run
+    settings: Settings,  # the run's settings
     name: str | None = None,  # reward whose held-out scores are drawn; None: no such scores
 ) -> Figure:
     """Draw the progress of a run so far, with the remaining time in the title."""
@@ -558,7 +558,7 @@ class LiveFigure:
 
     def __init__(
         self,
-        settings: Settings,  # of the run
+        settings: Settings,  # the run's settings
         interval: float = 2.0,  # least seconds between two drawings
     ):
         """Prepare the figure, with the first training reward that is also scored on held-out prompts."""

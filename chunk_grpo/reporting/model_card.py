@@ -38,7 +38,7 @@ def is_hub_id(model: str) -> bool:
 def pipeline_options(
     settings: setting.Settings,
     pipeline: str,  # name of its class in diffusers
-    negative_prompt: str | None = None,  # of the prompt; None: the run's
+    negative_prompt: str | None = None,  # the prompt's; None: the run's
 ) -> dict:
     """Return the arguments with which a diffusers pipeline samples as an evaluation does.
 
@@ -117,12 +117,12 @@ def card_data(settings: setting.Settings) -> ModelCardData:
 
 
 def model_card(
-    run: Path,  # its folder
-    settings: setting.Settings,  # of the run
+    run: Path,  # the run's folder
+    settings: setting.Settings,  # the run's settings
     weights: Path,  # as `find_newest_weights` returns it
-    name: str,  # of the folder that is exported
+    name: str,  # name of the exported folder
     trust: bool = False,  # quote prompts from a file that a run from elsewhere names
-    layout: str = "diffusers",  # of an adapter, one of `adapters.LAYOUTS`
+    layout: str = "diffusers",  # layout of an adapter, one of `adapters.LAYOUTS`
 ) -> str:
     """Return the model card of a run's weights, the text of README.md."""
     is_final = weights.name == "final"

@@ -91,9 +91,9 @@ _COLLECTIONS_OF_TEXTS = (
 
 
 def _check_parameter_name(
-    key: str,  # of a parameter
+    key: str,  # name of a parameter
     known: Collection[str],  # the report's parameters
-    name: str | Path,  # of the report
+    name: str | Path,  # name or file of the report
 ) -> None:
     """Raise InputError unless the report has a parameter of this name."""
     if key not in known:
@@ -103,10 +103,10 @@ def _check_parameter_name(
 
 
 def _check_parameter_type(
-    key: str,  # of a parameter
+    key: str,  # name of a parameter
     value: Any,
     kind: str,  # the type that the notebook declares
-    name: str | Path,  # of the report
+    name: str | Path,  # name or file of the report
 ) -> None:
     """Raise InputError unless the value has the type that the notebook declares for its parameter."""
     requirement, *types = _PARAMETER_TYPES.get(kind, ("anything", type(value)))
@@ -124,7 +124,7 @@ def _check_parameter_type(
 
 
 def _check_parameters(
-    name: str | Path,  # of the report
+    name: str | Path,  # name or file of the report
     values: dict,  # parameter -> value
 ) -> None:
     """Raise InputError unless every parameter is one of the report's and has the right type."""
@@ -178,12 +178,13 @@ def _read_signature(
 
 
 def check_report_parameters(
-    name: str,  # of the report
-    namespace: dict[
-        str, Any
-    ],  # globals() of its kernel; strings passed for lists are split in place
+    name: str,  # name of the report
+    namespace: dict[str, Any],  # globals() of its kernel; changed in place
 ) -> None:
-    """Raise InputError unless papermill passed parameters with the names and types of the report."""
+    """Raise InputError unless papermill passed parameters with the names and types of the report.
+
+    A string that was passed for a list is split into a list in `namespace`.
+    """
     cells = list(namespace.get("In", ()))
     known = _read_signature(cells)
 
@@ -237,7 +238,7 @@ def execute_report(
     out: str | Path,  # file for the executed notebook
     /,
     **values,  # parameters of the report
-) -> Path:  # out
+) -> Path:  # the executed notebook
     """Run a report notebook and save it with its outputs.
 
     Raises InputError for bad parameters or bad input, and RuntimeError if a cell fails.
@@ -306,7 +307,7 @@ def _is_shown(output: dict) -> bool:  # output: of a cell
 def notebook_to_html(
     source: str | Path,  # an executed notebook
     out: str | Path,  # file for the page
-) -> Path:  # out
+) -> Path:  # the page
     """Render a notebook as one HTML file without code, scripts or anything to fetch."""
     import nbformat  # these here, since they take a second
     from nbconvert import HTMLExporter
@@ -347,7 +348,7 @@ def notebook_to_html(
 
 # %% ../../nbs/12_reporting/02_reports.ipynb #383dc7af
 def write_report(
-    name: str,  # of a report notebook
+    name: str,  # name of a shipped report, or a notebook file
     out: str | Path,  # the page to write; the executed notebook is written next to it
     /,
     **parameters,  # of the report
@@ -365,8 +366,8 @@ def write_report(
 
 @checked(run=path())
 def write_run_report(
-    run: str | Path,  # its folder
-    name: str = "train",  # or "evaluate"
+    run: str | Path,  # a run's folder
+    name: str = "train",  # the report: "train" or "evaluate"
 ) -> Path:  # the page
     """Write the report of a run: report.ipynb and report.html in its folder, or under evaluation/ for an evaluation."""
     run = find_run(run).resolve()
@@ -388,9 +389,7 @@ def write_run_report(
 # %% ../../nbs/12_reporting/02_reports.ipynb #0d6c9c4d
 def group_runs(
     runs: Sequence[Settings],  # settings of each run
-) -> list[
-    tuple[str, str, str]
-]:  # for each run: name of its group, letter of the group, label such as A2
+) -> list[tuple[str, str, str]]:  # per run: group, its letter, a label such as A2
     """Group runs whose settings differ only in the seed, or in settings that do not affect the results."""
     no_effect = {"seed", "threads", "tracker", "checkpoint_every", "keep_checkpoints"}
     settings = [s.model_dump(mode="json", exclude=no_effect) for s in runs]
@@ -421,7 +420,7 @@ def group_runs(
     return labels
 
 # %% ../../nbs/12_reporting/02_reports.ipynb #51e3180b
-def run_cost(run: Path) -> dict[str, float]:  # run: its folder
+def run_cost(run: Path) -> dict[str, float]:  # run: a run's folder
     """Sum up a run's cost from its metrics: transitions trained, images and seconds; all 0 if it never started."""
     lines = read_metrics_lines(run)
     return {

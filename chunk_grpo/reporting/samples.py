@@ -32,9 +32,9 @@ from ..training.rollout import derive_seed
 
 # %% ../../nbs/12_reporting/04_samples.ipynb #af9703b6
 def choose_arms(
-    settings: setting.Settings,  # of the evaluation
-    names: Sequence[str] = (),  # of arms; empty: those that are sampled along the ODE
-) -> dict[str, int | None]:  # arm -> split for `sample_arm_images`
+    settings: setting.Settings,  # the evaluation's settings
+    names: Sequence[str] = (),  # names of arms; empty: those that are sampled along the ODE
+) -> dict[str, int | None]:  # arm -> step at which the base takes over; None: never
     """Return the arms with these names; raise InputError for a name that is no arm."""
     known = evaluating.ode_arms(settings) | run_images.AS_TRAINED_ARMS
     requested = ["plain" if name == "trained" else name for name in names]
@@ -51,7 +51,7 @@ def choose_arms(
 # %% ../../nbs/12_reporting/04_samples.ipynb #43eba675
 def sample_run_images(
     model: Policy,  # as `load_trained_policy` returns it
-    settings: setting.Settings,  # of the evaluation
+    settings: setting.Settings,  # the evaluation's settings
     prompts: Sequence[str],  # each gets one image per arm and seed
     arms: Mapping[str, int | None],  # as `choose_arms` returns them
     seeds: Sequence[int],  # each gives one image per prompt and arm
@@ -133,7 +133,7 @@ def _check_sample_arguments(
 
 def _check_source_images(
     prompts: Sequence[str],
-    settings: setting.Settings,  # of the evaluation
+    settings: setting.Settings,  # the evaluation's settings
 ) -> None:
     """Raise InputError if the model edits images and a prompt has no source image."""
     pipeline = inputs.find_editing_pipeline(settings.model, settings.family)
@@ -150,7 +150,7 @@ def _write_samples(
     images: Sequence[Mapping],  # as `sample_run_images` yields them, each with its file name
     run: Path,  # a run's folder
     weights: Path,  # as `find_newest_weights` returns it
-    settings: setting.Settings,  # of the evaluation
+    settings: setting.Settings,  # the evaluation's settings
 ) -> None:
     """Write samples.json and the contact sheet of sampled images into their folder."""
     records = []

@@ -53,11 +53,11 @@ def format_interval(
     return f"{mean} ({low} to {high})"
 
 
-def format_seconds(x: float) -> str:
+def format_seconds(seconds: float) -> str:
     """Format a time in seconds, minutes or hours."""
-    if x < 120:
-        return f"{x:.1f} s"
-    minutes = round(x / 60)
+    if seconds < 120:
+        return f"{seconds:.1f} s"
+    minutes = round(seconds / 60)
     return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60:02d} min"
 
 # %% ../../nbs/12_reporting/01_tables.ipynb #a8d2d9b1
@@ -69,7 +69,7 @@ def _direction(value: Mapping) -> str:  # value: a difference, keyed by mean, lo
 
 
 def describe_change(
-    name: str,  # of the reward
+    name: str,  # name of the reward
     row: Mapping[str, Mapping],  # its arms and differences, as in an evaluation's summary
     arm: str = "plain",  # or as-trained
 ) -> str:
@@ -142,9 +142,7 @@ def render_template(
 def rows_to_html(
     rows: Sequence[Mapping],  # a mapping per row: column -> text
     right: Sequence[str] = (),  # columns that are aligned right, such as numbers
-    marks: Sequence[
-        Mapping
-    ] = (),  # a mapping per row: column -> "good" or "bad", which colours the cell
+    marks: Sequence[Mapping] = (),  # per row, column -> "good" or "bad"
 ) -> str:
     """Return rows as an HTML table."""
     marked = list(zip(rows, marks or [{}] * len(rows), strict=True))

@@ -36,7 +36,7 @@ from ..runs import run_folder
 # %% ../../nbs/12_reporting/03_widgets.ipynb #172cd4dd
 def move_boundary(
     chunks: Chunks,  # K chunks of n transitions
-    index: int,  # of the boundary between chunks index + 1 and index + 2, from 0
+    index: int,  # of the boundary, from 0; it lies between chunks index + 1 and index + 2
     to: int,  # transition that the boundary moves to, index + 1 ... n - K + 1 + index
 ) -> Chunks:
     """Move a boundary, pushing along the boundaries that it meets, and return the new chunks."""
@@ -116,9 +116,7 @@ def _png_html(
 
 
 def gallery_html(
-    rows: Sequence[
-        tuple[str, Sequence[np.ndarray]]
-    ],  # per row: its label, and its images (H, W, 3) uint8
+    rows: Sequence[tuple[str, Sequence[np.ndarray]]],  # per row: label, images (H, W, 3)
     columns: Sequence[str],  # labels above the images
     width: int,  # of an image, in page pixels
 ) -> str:  # HTML
@@ -239,7 +237,7 @@ TRAJECTORY_VIEWS = ("latent x_t, decoded", "predicted image x_t \u2212 \u03c3 v,
 
 def _strips_html(
     frames: Any,  # as for `trajectory_scrubber`
-    names: Sequence[str],  # of the arms
+    names: Sequence[str],  # names of the arms
     count: int = 6,  # steps shown per trajectory
     max_prompts: int = 2,
 ) -> str:
@@ -262,7 +260,7 @@ def _strips_html(
 
 def trajectory_scrubber(
     frames: Any,  # a `profiles.TrajectoryFrames`, whose module is not imported since it loads the models
-    names: Sequence[str] = ("base", "trained"),  # of the two arms
+    names: Sequence[str] = ("base", "trained"),  # names of the two arms
 ) -> SnapshotBox:  # its value is (prompt index, transitions done)
     """Return a widget that moves along trajectories of base and trained weights from the same noise."""
     last = len(frames.sigmas) - 1
