@@ -163,18 +163,18 @@ def train(
 
     def resume_command() -> str:
         """Return the command that resumes this run, as a hint for the user."""
-        words = ["chunk-grpo", "train", source, *(overrides or ()), "--out", str(folder)]
+        command = ["chunk-grpo", "train", source, *(overrides or ()), "--out", str(folder)]
         if not is_single_process:
-            words += ["--processes", str(processes)]
+            command += ["--processes", str(processes)]
         if nodes > 1:
-            words += ["--nodes", str(nodes), "--rendezvous", rendezvous]
+            command += ["--nodes", str(nodes), "--rendezvous", rendezvous]
         for name in callback or ():
-            words += ["--callback", name]
+            command += ["--callback", name]
         if resume == "auto":
-            words += ["--resume", "auto"]
+            command += ["--resume", "auto"]
         elif run_folder.holds_run(folder):
-            words.append("--resume")
-        return f"continue with: {shlex.join(words)}"
+            command.append("--resume")
+        return f"continue with: {shlex.join(command)}"
 
     with exit_if_interrupted(resume_command):
         run = launch.train(

@@ -63,14 +63,14 @@ def try_command(
     from chunk_grpo.reporting.reports import write_report
     from chunk_grpo.studies import try_method as trying
 
-    words = ["chunk-grpo", "try", source, *(overrides or ())]
-    words += ["--quick"] if quick else []
-    words += ["--processes", str(processes)] if processes else []
-    words += ["--out", str(out)] if out else []
-    words += ["--protocol", protocol] if protocol != "referee" else []
+    command = ["chunk-grpo", "try", source, *(overrides or ())]
+    command += ["--quick"] if quick else []
+    command += ["--processes", str(processes)] if processes else []
+    command += ["--out", str(out)] if out else []
+    command += ["--protocol", protocol] if protocol != "referee" else []
     folder = (out or trying.default_folder(source, quick)).absolute()
     with exit_if_interrupted(
-        lambda: f"finished trials are kept, continue with: {shlex.join(words)}"
+        lambda: f"finished trials are kept, continue with: {shlex.join(command)}"
     ):
         page = trying.try_method(
             source,
