@@ -175,12 +175,16 @@ def rewrap_stream(
 # %% ../../nbs/14_cli/00_console.ipynb #b26d0682
 def check_trust(
     run: Path,  # run folder
-    trust: bool,  # True: the user gave --trust, and nothing is checked
+    trust: bool,  # True: the user gave --trust
     overrides: Sequence[str] = (),  # NAME=VALUE from the user, which need no trust
     doing: str = "evaluating",  # what the command does, for the error
     rewards_too: bool = True,  # the command scores images, so rewards need trust too
 ) -> None:
-    """Raise InputError if a run from elsewhere names code, a hub model, or a reward's location or options, unless `trust`."""
+    """Raise InputError if the run would load or run anything that the user has not trusted.
+
+    That concerns code, a hub model, or a reward's location or options that a run from another machine names, and
+    code that was edited since the run was trained.
+    """
     from chunk_grpo.runs import run_folder  # here, since it imports torch
 
     names = [text.partition("=")[0] for text in overrides]

@@ -37,7 +37,7 @@ def evaluate_with_progress(
     overrides: Sequence[str] = (),  # NAME=VALUE, evaluation settings to change
     processes: int = 0,  # 0: as many as the run had
     say: Callable[[str], None] = typer.echo,  # called with each line of progress
-    trust: bool = False,  # execute code that a run from elsewhere names
+    trust: bool = False,  # execute code that a run from another machine names
 ) -> dict:
     """Evaluate a run on its held-out prompts, print lines of progress, and return the summary.
 
@@ -55,7 +55,7 @@ def evaluate_heldout(
     overrides: Sequence[str],  # NAME=VALUE, evaluation settings to change
     processes: int,  # 0: as many as the run had
     as_json: bool = False,  # print the summary as JSON instead of the means
-    trust: bool = False,  # execute code that a run from elsewhere names
+    trust: bool = False,  # execute code that a run from another machine names
 ) -> None:
     """Evaluate a run on its held-out prompts, print the means or the summary, and write the reports."""
 

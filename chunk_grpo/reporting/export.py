@@ -68,7 +68,7 @@ def _export_adapter(
 def export_run(
     run: Path | str,  # a run's folder, finished or with a checkpoint
     folder: Path | str,  # a new folder
-    trust: bool = False,  # load and copy what a run from elsewhere names, and quote its prompts
+    trust: bool = False,  # load and copy what a run from another machine names, and quote its prompts
     # layout of an adapter: diffusers, peft, or kohya, which ComfyUI reads too
     layout: Literal["diffusers", "peft", "kohya"] = "diffusers",
 ) -> Path:  # the folder

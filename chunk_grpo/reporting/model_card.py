@@ -121,7 +121,7 @@ def model_card(
     settings: setting.Settings,  # the run's settings
     weights: Path,  # as `find_newest_weights` returns it
     name: str,  # name of the exported folder
-    trust: bool = False,  # quote prompts from a file that a run from elsewhere names
+    trust: bool = False,  # quote prompts from a file that a run from another machine names
     layout: str = "diffusers",  # layout of an adapter, one of `adapters.LAYOUTS`
 ) -> str:
     """Return the model card of a run's weights, the text of README.md."""

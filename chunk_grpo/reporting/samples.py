@@ -189,7 +189,7 @@ def sample_run(
     out: Path | str | None = None,  # a new folder for images and a contact sheet; None: no files
     changes: Mapping | Sequence[str] = (),  # evaluation settings to change, like {"eval_steps": 20}
     say: Callable[[str], None] = lambda text: None,  # called with each line of progress
-    trust: bool = False,  # load the models and run the code that a run from elsewhere names
+    trust: bool = False,  # load the models and run the code that a run from another machine names
 ) -> list[dict]:  # one per image
     """Sample images of your prompts with a run's newest weights.
 
@@ -252,7 +252,7 @@ def sample_widget(
     prompt: str = "",  # initial prompt; empty: the first held-out prompt
     arms: Sequence[str] = (),  # as for `sample_run`
     changes: Mapping | Sequence[str] = (),  # evaluation settings to change
-    trust: bool = False,  # load the models and run the code that a run from elsewhere names
+    trust: bool = False,  # load the models and run the code that a run from another machine names
 ) -> SnapshotBox:  # its value is the list of the images shown, as `sample_run_images` yields them
     """Return a widget that samples the prompt and the seed in its fields, and shows the image of each arm."""
     settings = evaluating.evaluation_settings(run, changes)

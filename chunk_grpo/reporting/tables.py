@@ -131,7 +131,7 @@ _TEMPLATES.filters["repr"] = repr
 
 
 def render_template(
-    template: str,  # a file beside the report notebooks, such as card.j2
+    template: str,  # a file in the folder of the report notebooks, such as card.j2
     /,
     **values,  # the template's variables
 ) -> str:
