@@ -27,7 +27,7 @@ def _check_profile(
         or not bool((profile.isfinite() & (profile > 0)).all())
     ):
         raise InputError(
-            f"{field}: got {profile.tolist()}, allowed are finite values above 0, one a transition."
+            f"{field}: got {profile.tolist()}, allowed are finite values above 0, one per transition."
         )
 
 
@@ -123,8 +123,8 @@ def paper_rule_chunks(
 # %% ../../nbs/00_theory/06_chunk_search.ipynb #df0f340b
 def optimal_chunks(
     profile: Tensor,  # distance of each trained transition, (n,), positive
-    max_chunks: int
-    | None = None,  # number of chunks K, limited to n; None: selected by the penalty
+    # number of chunks K, limited to n; None: selected by the penalty
+    max_chunks: int | None = None,
     # share of the variation that each additional chunk must explain, > 0; None: K is given
     penalty: float | None = None,
 ) -> Chunks:

@@ -218,7 +218,7 @@ def _check_chosen_chunks(
     if len(partitions) != len(chosen) or bool(((chosen > last[:, None]) | (chosen < -1)).any()):
         raise InputError(
             f"chosen: got {chosen.tolist()}, allowed are chunks 0 to {max(last.tolist(), default=0)}, "
-            "a row for each partition and its numbers alone."
+            "one row per partition, with numbers of that partition only."
         )
 
 

@@ -56,7 +56,7 @@ def credit_advantages(
     form: str = "group",  # one of CREDIT_FORMS
     clamp: float = 5.0,  # largest |advantage|, in standard deviations; for `none` in reward units
 ) -> Tensor:  # (P, G), detached, float32 or better
-    """Compute the advantage of every image of an iteration in one of the forms of the table above.
+    """Compute the advantage of every image of an iteration in the given form.
 
     Raises InputError if the form is unknown or the scores are not finite (P, G).
     """
@@ -117,7 +117,7 @@ def outrun_images(
 # %% ../../nbs/00_theory/07_credit.ipynb #2f1277ba
 def nearest_distances(
     features: Tensor,  # features of P prompts with G images each, (P, G, E)
-) -> Tensor:  # (P, G), mean 1 in each group
+) -> Tensor:  # (P, G), with mean 1 in each group, or 0 if all its images are equal
     """Compute each image's cosine distance to its nearest sibling, relative to the group's mean (GARDO, 2512.24138)."""
     unit = torch.nn.functional.normalize(features.float(), dim=2)
     distance = (1 - unit @ unit.mT).clamp(0, 2)

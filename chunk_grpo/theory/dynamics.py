@@ -69,8 +69,8 @@ def relative_distance(
 # %% ../../nbs/00_theory/05_dynamics.ipynb #5961debb
 def gaussian_profile(
     sampler: Sampler,  # sampler of T transitions
-    scale: Tensor
-    | float = 1.0,  # standard deviation of each coordinate of the data, (d,) or a number
+    # standard deviation of the data: one number, or one per coordinate, (d,)
+    scale: Tensor | float = 1.0,
 ) -> Tensor:  # (T,) float64, expected L1_rel in the limit of many coordinates
     """Compute in closed form the profile (15) of an exact model on centred Gaussian data.
 
@@ -152,7 +152,7 @@ def chunk_weights(
 ) -> Tensor:  # (B, K), rows sum to 1
     """Compute the sampling weight of each chunk, its share of the mean distances, equation (16).
 
-    Raises InputError if the shapes do not fit or a mean distance is negative or not finite.
+    Raises InputError if the shapes do not fit, a mean distance is negative or not finite, or a row is all zero.
     """
     _check_distance_shape(distance, chunks)
     mean = torch.stack([part.mean(1) for part in distance.split(list(chunks.sizes), dim=1)], dim=1)
@@ -204,7 +204,8 @@ def _check_sampling_inputs(weights: Tensor, count: int, uniforms: Tensor) -> Non
         ((weights > 0).sum(1) < count).any()
     ):
         raise InputError(
-            f"weights: got {weights.tolist()}, allowed are finite values from 0, {count} a row above 0."
+            f"weights: got {weights.tolist()}, allowed are finite values from 0, of "
+            f"which {count} or more in each row are above 0."
         )
 
 

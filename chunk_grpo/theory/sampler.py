@@ -79,9 +79,8 @@ def multistep_weights(
 # %% ../../nbs/00_theory/01_sampler.ipynb #057c71e3
 def _check_noise_levels(sigmas: Tensor) -> None:
     """Raise InputError unless the noise levels are (T + 1,) strictly decreasing floats in [0, 1]."""
-    if (
-        sigmas.ndim != 1 or len(sigmas) < 2 or not bool((sigmas.diff() < 0).all())
-    ):  # a NaN fails the comparison, too
+    # The comparison is False for a NaN, too
+    if sigmas.ndim != 1 or len(sigmas) < 2 or not bool((sigmas.diff() < 0).all()):
         raise InputError(
             f"`sigmas` must be (steps + 1,) strictly decreasing numbers; got shape {tuple(sigmas.shape)}"
         )
@@ -167,9 +166,8 @@ class Sampler:
     second: Tensor | None = None
     # weights from `multistep_weights`, (T,) float64; 0 where a transition takes Euler's step
     second_order: Tensor = field(init=False)
-    stochastic: Tensor = field(
-        init=False
-    )  # indices of transitions with noise, increasing, (n,) long
+    # indices of the transitions with noise, increasing, (n,) long
+    stochastic: Tensor = field(init=False)
     # (a, b, std) of all transitions, (T,) each
     _table: tuple[Tensor, Tensor, Tensor] = field(init=False, repr=False)
 
@@ -209,9 +207,12 @@ class Sampler:
         return a[index.long()], b[index.long()], std[index.long()]
 
     def mean_std(
-        self, velocity: Tensor, latents: Tensor, index: int | Tensor
+        self,
+        velocity: Tensor,  # velocity at x_i, (B, ...)
+        latents: Tensor,  # x_i, (B, ...)
+        index: int | Tensor,  # transition i: one for the batch, or one per row, (B,) long
     ) -> tuple[Tensor, Tensor]:
-        """Return the mean (B, ...) and std, () or (B, 1, ..., 1), of x_{i+1} given x_i and its velocity, (B, ...)."""
+        """Return the mean (B, ...) and std, () or (B, 1, ..., 1), of x_{i+1} given x_i and its velocity."""
         dtype = torch.promote_types(
             torch.promote_types(latents.dtype, velocity.dtype), torch.float32
         )
@@ -219,13 +220,24 @@ class Sampler:
         a, b, std = (broadcast_sigma(c, latents) for c in self.coefficients(index))
         return a * latents + b * velocity, std
 
-    def step(self, velocity: Tensor, latents: Tensor, index: int | Tensor, noise: Tensor) -> Tensor:
-        """Sample one transition: return x_{i+1} = mean + std noise, (B, ...), for standard normal noise (B, ...)."""
+    def step(
+        self,
+        velocity: Tensor,  # velocity at x_i, (B, ...)
+        latents: Tensor,  # x_i, (B, ...)
+        index: int | Tensor,  # transition i: one for the batch, or one per row, (B,) long
+        noise: Tensor,  # standard normal noise, (B, ...)
+    ) -> Tensor:  # x_{i+1}, (B, ...)
+        """Take one transition with the given noise: return x_{i+1} = mean + std noise."""
         mean, std = self.mean_std(velocity, latents, index)
         return mean + std * noise.to(mean.dtype)
 
-    def log_prob(self, next_latents: Tensor, mean: Tensor, std: Tensor) -> Tensor:
-        """Compute the log-density (B,) of x_{i+1}, in nats per latent dimension.
+    def log_prob(
+        self,
+        next_latents: Tensor,  # x_{i+1}, (B, ...)
+        mean: Tensor,  # mean of the transition, (B, ...)
+        std: Tensor,  # standard deviation of the transition, () or (B, 1, ..., 1)
+    ) -> Tensor:  # (B,)
+        """Compute the log-density of x_{i+1}, in nats per latent dimension.
 
         For cps it is minus the mean squared distance from the mean. Raises InputError if std is 0 on
         the CPU, or if the sampler is the ODE.
@@ -236,8 +248,13 @@ class Sampler:
         log_density = -squared / (2 * std**2) - std.log() - 0.5 * math.log(2 * math.pi)
         return log_density.flatten(1).mean(1)
 
-    def kl(self, mean: Tensor, other_mean: Tensor, std: Tensor) -> Tensor:
-        """Compute the KL divergence (B,) of two transitions of equal std, in nats per latent dimension.
+    def kl(
+        self,
+        mean: Tensor,  # mean of the policy's transition, (B, ...)
+        other_mean: Tensor,  # mean of the reference's transition, (B, ...)
+        std: Tensor,  # standard deviation of both, () or (B, 1, ..., 1)
+    ) -> Tensor:  # (B,)
+        """Compute the KL divergence of two transitions with the same std, in nats per latent dimension.
 
         For cps it is the mean squared distance of the two means. Raises InputError as `log_prob` does.
         """

@@ -31,7 +31,7 @@ def broadcast_sigma(
         return t
     if t.ndim != 1 or t.shape[0] != latents.shape[0]:
         raise InputError(
-            f"t: got shape {tuple(t.shape)}, allowed is a number or one a sample, ({latents.shape[0]},)."
+            f"t: got shape {tuple(t.shape)}, allowed is a number or one per sample, ({latents.shape[0]},)."
         )
     return t.reshape(-1, *[1] * (latents.ndim - 1))
 
@@ -68,8 +68,8 @@ def predict_endpoints(
 def gaussian_velocity(
     latents: Tensor,  # x_t, (B, ...)
     t: float | Tensor,  # noise level: a number or (B,)
-    mean: float
-    | Tensor = 0.0,  # mean of the data: a number, or a tensor that broadcasts to latents
+    # mean of the data: a number, or a tensor that broadcasts to latents
+    mean: float | Tensor = 0.0,
     scale: float | Tensor = 1.0,  # standard deviation of the data: a number or tensor, like mean
 ) -> Tensor:  # E[x_1 - x_0 | x_t], the shape of latents
     """Compute the velocity that minimises (2) if every coordinate of the data is N(mean, scale^2)."""

@@ -68,7 +68,7 @@ class Sharing:
             leaves = self.number ** len(self.splits)
             if leaves != images:
                 raise InputError(
-                    f"`sharing` must give one leaf an image ({images}); {self.number} children at "
+                    f"`sharing` must have one leaf per image ({images}); {self.number} children at "
                     f"{len(self.splits)} transitions give {leaves}"
                 )
             if self.splits[-1] >= transitions:
