@@ -174,8 +174,8 @@ def test_bad_profiles_are_refused(make, words, bad):
             "middle: got 0, allowed is a whole number of chunks from 1",
         ),
         (
-            lambda p: paper_rule_chunks(p, half=0.0),
-            "half: got 0.0, allowed is above 0 and at most 1",
+            lambda p: paper_rule_chunks(p, departure_share=0.0),
+            "departure_share: got 0.0, allowed is above 0 and at most 1",
         ),
         (
             lambda p: optimal_chunks(p),

@@ -27,10 +27,10 @@ from ..arguments import checked, whole_number
 class Chunks:
     """A partition (12) of transitions 0 ... n - 1, noise first, into consecutive chunks.
 
-    Raise InputError unless the sizes are whole numbers from 1.
+    Raises InputError if a size is not a whole number from 1, or if there is no size.
     """
 
-    sizes: tuple[int, ...]  # cs_1 ... cs_K, transitions
+    sizes: tuple[int, ...]  # cs_1 ... cs_K, the number of transitions in each chunk
 
     def __post_init__(self):
         object.__setattr__(self, "sizes", tuple(self.sizes))
@@ -47,7 +47,7 @@ class Chunks:
 
     @property
     def transitions(self) -> int:
-        """Count the transitions that the chunks cover, the n of the shapes below."""
+        """Return the number of transitions n that the chunks cover together."""
         return sum(self.sizes)
 
     @property
@@ -61,7 +61,7 @@ class Chunks:
     def parse(cls, text: str) -> "Chunks":
         """Parse sizes separated by commas, such as "2,3,4,7".
 
-        Raise InputError unless they are whole numbers from 1.
+        Raises InputError if one of them is not a whole number from 1.
         """
         sizes = [part.strip() for part in text.split(",")]
         if not all(re.fullmatch("[1-9][0-9]{0,5}", size) for size in sizes):
@@ -73,21 +73,21 @@ class Chunks:
     @classmethod
     @checked(transitions=whole_number(1))
     def steps(cls, transitions: int) -> "Chunks":
-        """Make every transition a chunk of its own: step-level GRPO."""
+        """Return chunks of one transition each, as in step-level GRPO."""
         return cls((1,) * transitions)
 
     @classmethod
     @checked(transitions=whole_number(1))
     def whole(cls, transitions: int) -> "Chunks":
-        """Make one chunk of all transitions: one ratio per trajectory."""
+        """Return a single chunk of all transitions, so one ratio per trajectory."""
         return cls((transitions,))
 
     @classmethod
     @checked(transitions=whole_number(1), size=whole_number(1))
     def equal(cls, transitions: int, size: int) -> "Chunks":
-        """Make chunks of one size.
+        """Return chunks of equal size.
 
-        Raise InputError, with the sizes that are allowed, unless the size divides the transitions.
+        Raises InputError, which lists the allowed sizes, if the size does not divide the number of transitions.
         """
         allowed = [n for n in range(1, transitions + 1) if transitions % n == 0]
         if size not in allowed:
@@ -100,13 +100,13 @@ class Chunks:
 # %% ../../nbs/00_theory/02_chunks.ipynb #d8892eab
 def chunks_from_setting(
     text: str,  # the setting `chunks`: "2,3,4,7", "steps", "whole", "equal:SIZE" or "profile"
-    # number of trained transitions: sampling steps without the deterministic last one
+    # number of trained transitions: the sampling steps except the deterministic last one
     transitions: int,
-    profile: Chunks | None = None,  # chunks that "profile" stands for, measured on the base model
+    profile: Chunks | None = None,  # chunks for "profile", measured on the base model
 ) -> Chunks:
-    """Parse the setting `chunks`.
+    """Return the chunks that the setting `chunks` describes.
 
-    Raise InputError unless it has one of the five forms and covers all transitions.
+    Raises InputError if the text has none of the five forms or its sizes do not add up to `transitions`.
     """
     word, _, size = text.strip().partition(":")
     if word == "equal" and re.fullmatch("[0-9]{1,6}", size):
@@ -131,12 +131,12 @@ def chunks_from_setting(
 
 # %% ../../nbs/00_theory/02_chunks.ipynb #938caea5
 def parse_chunk_numbers(
-    text: str,  # the setting `train_chunks`: "all", or numbers from 1 with commas between, "1,2,3"
+    text: str,  # the setting `train_chunks`: "all", or numbers from 1 separated by commas, "1,2,3"
     count: int,  # number of chunks K
-) -> list[int]:  # positions 0 ... K - 1, increasing
-    """Parse the numbers of the chunks that may be trained.
+) -> list[int]:  # chunk indices 0 ... K - 1, increasing
+    """Parse the setting `train_chunks`, the chunks that may be trained, into chunk indices from 0.
 
-    Raise InputError unless they are distinct and lie between 1 and K.
+    Raises InputError if a number is repeated or does not lie between 1 and K.
     """
     if text.strip() == "all":
         return list(range(count))
@@ -155,11 +155,11 @@ def parse_chunk_numbers(
 # %% ../../nbs/00_theory/02_chunks.ipynb #7d377ebe
 @dataclass(frozen=True)
 class ChunkRule:
-    """The parsed setting `chunks`; `parse` makes one from its text."""
+    """The parsed setting `chunks`: fixed chunks, or the rule that will determine them."""
 
     kind: Literal["fixed", "profile", "adaptive", "code"]
-    chunks: Chunks | None = None  # if kind is fixed
-    min_size: int | None = None  # fewest transitions of a chunk, if kind is adaptive
+    chunks: Chunks | None = None  # the partition if kind is "fixed", else None
+    min_size: int | None = None  # fewest transitions per chunk if kind is "adaptive", else None
 
     @classmethod
     @cache
@@ -167,12 +167,12 @@ class ChunkRule:
         cls,
         text: str,  # the setting `chunks`
         transitions: int,  # transitions that are trained
-        # whether given sizes must add up to them; False if a method has its own number of transitions
-        covers: bool = True,
+        # whether sizes must add up to `transitions`; False if a method trains another number
+        must_add_up: bool = True,
     ) -> "ChunkRule":
-        """Parse the text of a rule for chunks.
+        """Parse the text of the setting `chunks` into a rule.
 
-        Raise InputError unless it has one of the seven forms and fits the transitions.
+        Raises InputError if it has none of the seven forms or does not fit the number of transitions.
         """
         if text.strip() == "profile":
             return cls("profile")
@@ -181,13 +181,13 @@ class ChunkRule:
         ):
             return cls("code")
         word, colon, size = text.strip().partition(":")
-        if word == "equal" and not covers and re.fullmatch("[1-9][0-9]{0,5}", size):
+        if word == "equal" and not must_add_up and re.fullmatch("[1-9][0-9]{0,5}", size):
             return cls("fixed", Chunks((int(size),) * -(-transitions // int(size))))
         if word != "adaptive":
-            sizes = re.fullmatch("[0-9, ]*[1-9][0-9, ]*", text) and not covers
-            return cls(
-                "fixed", Chunks.parse(text) if sizes else chunks_from_setting(text, transitions)
-            )
+            is_size_list = re.fullmatch("[0-9, ]*[1-9][0-9, ]*", text)
+            if is_size_list and not must_add_up:
+                return cls("fixed", Chunks.parse(text))
+            return cls("fixed", chunks_from_setting(text, transitions))
         if colon and not re.fullmatch("[1-9][0-9]{0,5}", size):
             raise InputError(
                 f"`chunks` must be adaptive or adaptive:SIZE with a size from 1; got {text!r}"
@@ -201,65 +201,67 @@ class ChunkRule:
 
 # %% ../../nbs/00_theory/02_chunks.ipynb #9e1e2ffb
 def step_weights(
-    chunks: Chunks,  # of n transitions
-    dtype: torch.dtype = torch.float32,  # of the weights
+    chunks: Chunks,  # partition of n transitions
+    dtype: torch.dtype = torch.float32,  # dtype of the weights
 ) -> Tensor:  # (n,), mean 1
-    """Return the first-order weight n / (K cs_j) of each transition in (13), relative to the step objective (5)."""
+    """Compute the first-order weight n / (K cs_j) of each transition in (13), relative to the step objective (5)."""
     sizes = torch.tensor(chunks.sizes)
     return (chunks.transitions / (len(chunks) * sizes.to(dtype))).repeat_interleave(sizes)
 
 # %% ../../nbs/00_theory/02_chunks.ipynb #67c89f69
-def _check_chosen(
-    chosen: Tensor,  # chunk numbers of each image
-    partitions: list[Chunks],  # one per image
+def _check_chosen_chunks(
+    chosen: Tensor,  # chunk numbers selected for each image, (B, k) long
+    partitions: list[Chunks],  # partition of each image
 ) -> None:
-    """Raise InputError unless each number is that of a chunk of its image's partition, or -1."""
+    """Raise InputError unless every number is -1 or a chunk of its image's partition."""
     last = torch.tensor([len(partition) - 1 for partition in partitions], device=chosen.device)
     if len(partitions) != len(chosen) or bool(((chosen > last[:, None]) | (chosen < -1)).any()):
         raise InputError(
             f"chosen: got {chosen.tolist()}, allowed are chunks 0 to {max(last.tolist(), default=0)}, "
-            "a row for each partition and its numbers alone."
+            "one row per partition, with numbers of that partition only."
         )
 
 
 def flatten_chunks(
     chunks: Chunks | Sequence[Chunks],  # one partition for all images, or one per image
-    # chunk numbers selected for each image, (B, k) long, 0 ... K - 1; -1 fills rows with fewer
+    # chunk numbers selected for each image, (B, k) long, 0 ... K - 1; -1 pads shorter rows
     chosen: Tensor,
-    # sample, transition and segment, each (M,) long, on the device of chosen
+    # per transition: image index, transition index and chunk sample, (M,) long each
 ) -> tuple[Tensor, Tensor, Tensor]:
     """List the transitions of the chosen chunks, one chunk after another, in the order of `chosen`.
 
-    Raise InputError for a chunk number that does not exist.
+    The result is on the device of `chosen`. Raises InputError if a chunk number does not exist.
     """
     if chosen.ndim != 2 or chosen.dtype != torch.long:
         raise InputError(
             f"chosen: got a {chosen.dtype} tensor of shape {tuple(chosen.shape)}, allowed is long (B, k)."
         )
-    each = [chunks] * len(chosen) if isinstance(chunks, Chunks) else list(chunks)
-    _check_chosen(chosen, each)
+    partitions = [chunks] * len(chosen) if isinstance(chunks, Chunks) else list(chunks)
+    _check_chosen_chunks(chosen, partitions)
     if isinstance(chunks, Chunks):
         size = torch.tensor(chunks.sizes, device=chosen.device).expand(len(chosen), -1)
     else:
         size = pad_sequence(
-            [torch.tensor(one.sizes, device=chosen.device) for one in each], batch_first=True
+            [torch.tensor(partition.sizes, device=chosen.device) for partition in partitions],
+            batch_first=True,
         )
-    owner, position = (chosen >= 0).nonzero(as_tuple=True)
-    drawn = chosen[owner, position]
-    length = size[owner, drawn]
-    start = (size.cumsum(1) - size)[owner, drawn]
-    segment = torch.arange(len(drawn), device=chosen.device).repeat_interleave(length)
-    place = torch.arange(len(segment), device=chosen.device) - (length.cumsum(0) - length)[segment]
-    return owner[segment], start[segment] + place, segment
+    # From here on, one entry per chunk sample, then one per transition
+    image, position = (chosen >= 0).nonzero(as_tuple=True)
+    chunk = chosen[image, position]
+    length = size[image, chunk]
+    start = (size.cumsum(1) - size)[image, chunk]
+    segment = torch.arange(len(chunk), device=chosen.device).repeat_interleave(length)
+    offset = torch.arange(len(segment), device=chosen.device) - (length.cumsum(0) - length)[segment]
+    return image[segment], start[segment] + offset, segment
 
 # %% ../../nbs/00_theory/02_chunks.ipynb #99fcd578
 def fits_in_batch(
     segment: Tensor,  # chunk sample of each transition, (M,) long
-    limit: int,  # most transitions in one forward pass, at least 1
+    limit: int,  # largest number of transitions in one forward pass, at least 1
 ) -> bool:
-    """Return True if every chunk sample fits whole into one batch of `limit` transitions.
+    """Return True if every chunk sample has at most `limit` transitions, so that none has to be split.
 
-    Raise InputError for a limit below 1.
+    Raises InputError if `limit` is below 1.
     """
     if limit < 1:
         raise InputError(f"`update_batch` must be at least 1 transition; got {limit}")
@@ -268,19 +270,21 @@ def fits_in_batch(
 
 def split_into_batches(
     segment: Tensor,  # chunk sample of each transition, (M,) long
-    limit: int,  # most transitions in one batch, at least 1
-) -> list[Tensor]:  # positions in the list, (m,) each
-    """Split all transitions into batches of at most `limit`, chunk samples whole and in order.
+    limit: int,  # largest number of transitions in one batch, at least 1
+) -> list[Tensor]:  # positions in `segment` that make up each batch, (m,) long each
+    """Split all transitions into batches of at most `limit`, keeping chunk samples whole and in order.
 
-    A chunk sample longer than `limit` is split, see `fits_in_batch`.
+    Only a chunk sample longer than `limit` is split, see `fits_in_batch`. Raises InputError if `limit` is
+    below 1.
     """
-    fits_in_batch(segment, limit)
-    packed: list[list[Tensor]] = [[]]
-    room = limit
-    for item in segment.argsort(stable=True).split(segment.bincount().tolist()):
-        for piece in item.split(limit):
+    fits_in_batch(segment, limit)  # raises the error
+    batches: list[list[Tensor]] = [[]]
+    room = limit  # transitions that still fit into the last batch
+    for chunk_sample in segment.argsort(stable=True).split(segment.bincount().tolist()):
+        for piece in chunk_sample.split(limit):
             if len(piece) > room:
-                packed, room = [*packed, []], limit
-            packed[-1].append(piece)
+                batches.append([])
+                room = limit
+            batches[-1].append(piece)
             room -= len(piece)
-    return [torch.cat(pieces) for pieces in packed if pieces]
+    return [torch.cat(pieces) for pieces in batches if pieces]

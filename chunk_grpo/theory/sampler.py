@@ -25,55 +25,62 @@ MAX_ETA = {"flow": math.sqrt(2), "dance": math.sqrt(2), "cps": 1.0, "ode": math.
 # %% ../../nbs/00_theory/01_sampler.ipynb #f718c0d5
 def diffusion_coefficient(
     sigma: Tensor,  # noise level at the start of the transition, () or (B,)
-    # noise level sigma_1 of the schedule, (), used in the denominator where sigma is 1
-    second: Tensor,
+    second_sigma: Tensor,  # noise level sigma_1, (), used in the denominator where sigma is 1
     kind: str,  # "flow" or "dance"
     eta: float | Tensor,  # strength of the noise: a number, or the shape of sigma
 ) -> Tensor:  # s, the shape of sigma; noise per square root of noise level
-    """Return the coefficient s of (7): eta sqrt(sigma / (1 - sigma)) for flow, eta for dance."""
+    """Compute the coefficient s of (7): eta sqrt(sigma / (1 - sigma)) for flow, eta for dance."""
     if kind == "flow":
-        return eta * (sigma / (1 - torch.where(sigma > 1 - 1e-6, second, sigma))).sqrt()
+        return eta * (sigma / (1 - torch.where(sigma > 1 - 1e-6, second_sigma, sigma))).sqrt()
     return eta * torch.ones_like(sigma)
 
 # %% ../../nbs/00_theory/01_sampler.ipynb #2e9af007
 def sde_coefficients(
     sigma: Tensor,  # noise level sigma_i, () or (B,)
-    after: Tensor,  # noise level sigma_{i+1}, the shape of sigma
+    next_sigma: Tensor,  # noise level sigma_{i+1}, the shape of sigma
     s: Tensor,  # diffusion coefficient, the shape of sigma
     # (a, b, std): mean = a x + b v, and the noise's standard deviation
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute one Euler-Maruyama step of equation (7), as coefficients of latent and velocity."""
-    step = after - sigma
-    pull = s**2 / (2 * sigma) * step
-    return 1 + pull, step + pull * (1 - sigma), s * (-step).sqrt()
+    """Compute the coefficients of latent and velocity in one Euler-Maruyama step of (7), and its std."""
+    step = next_sigma - sigma
+    correction = s**2 / (2 * sigma) * step  # of the drift, along the score
+    return 1 + correction, step + correction * (1 - sigma), s * (-step).sqrt()
 
 # %% ../../nbs/00_theory/01_sampler.ipynb #0c59a629
 def cps_coefficients(
     sigma: Tensor,  # noise level sigma_i, () or (B,)
-    after: Tensor,  # noise level sigma_{i+1}, the shape of sigma
+    next_sigma: Tensor,  # noise level sigma_{i+1}, the shape of sigma
     eta: float | Tensor,  # rotation of the noise towards fresh noise, in quarter turns, 0 ... 1
     # (a, b, std): mean = a x + b v, and the noise's standard deviation
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute one step of coefficients-preserving sampling, as coefficients of latent and velocity."""
+    """Compute the coefficients of latent and velocity in one coefficients-preserving step, and its std."""
     angle = torch.as_tensor(eta, dtype=torch.float64) * math.pi / 2
-    kept = after * angle.cos().to(after)
-    return 1 - after + kept, (1 - sigma) * kept - sigma * (1 - after), after * angle.sin().to(after)
+    predicted_noise = next_sigma * angle.cos().to(next_sigma)  # coefficient of the predicted noise
+    return (
+        1 - next_sigma + predicted_noise,
+        (1 - sigma) * predicted_noise - sigma * (1 - next_sigma),
+        next_sigma * angle.sin().to(next_sigma),
+    )
 
 # %% ../../nbs/00_theory/01_sampler.ipynb #9d975cec
-def multistep_weights(sigmas: Tensor) -> Tensor:  # (T + 1,) noise levels, decreasing; (T,) float64
-    """Compute the weight of the change of the predicted image since the previous step, in DPM-Solver++'s second order."""
+def multistep_weights(
+    sigmas: Tensor,  # noise levels, (T + 1,), decreasing
+) -> Tensor:  # (T,) float64, 0 in transitions that take Euler's step
+    """Compute the second-order weights of DPM-Solver++, one per transition.
+
+    The weight multiplies the change of the predicted image since the previous step.
+    """
     levels = sigmas.double()
-    # Infinite at both ends of the trajectory, where Euler's step stays
+    # Infinite in the first and the last transition, which keep Euler's step
     step = ((1 - levels) / levels).log().diff()
     weight = (1 - levels[2:]) * -(-step[1:]).expm1() * step[1:] / (2 * step[:-1])
     return torch.cat([weight.new_zeros(1), weight.where(weight.isfinite(), 0.0)])
 
 # %% ../../nbs/00_theory/01_sampler.ipynb #057c71e3
-def _check_levels(sigmas: Tensor) -> None:
-    """Raise InputError unless the noise levels are (T + 1,) floats that decrease within 1 to 0."""
-    if (
-        sigmas.ndim != 1 or len(sigmas) < 2 or not bool((sigmas.diff() < 0).all())
-    ):  # NaN is never below
+def _check_noise_levels(sigmas: Tensor) -> None:
+    """Raise InputError unless the noise levels are (T + 1,) strictly decreasing floats in [0, 1]."""
+    # The comparison is False for a NaN, too
+    if sigmas.ndim != 1 or len(sigmas) < 2 or not bool((sigmas.diff() < 0).all()):
         raise InputError(
             f"`sigmas` must be (steps + 1,) strictly decreasing numbers; got shape {tuple(sigmas.shape)}"
         )
@@ -84,8 +91,8 @@ def _check_levels(sigmas: Tensor) -> None:
         )
 
 
-def _check_index(index: Tensor, steps: int) -> None:
-    """Raise InputError unless `index` is a whole number or long (B,), each from 0 to `steps` - 1."""
+def _check_transition_index(index: Tensor, steps: int) -> None:
+    """Raise InputError unless `index` holds integers from 0 to `steps` - 1 and has shape () or (B,)."""
     if index.ndim > 1 or index.dtype.is_floating_point or index.dtype == torch.bool:
         raise InputError(
             f"`index` must be a number or long (B,); got {index.dtype} of shape {tuple(index.shape)}"
@@ -94,54 +101,54 @@ def _check_index(index: Tensor, steps: int) -> None:
         raise InputError(f"`index` must be 0 to {steps - 1}; got {index.tolist()}")
 
 
-def _strengths(
+def _eta_per_transition(
     sigmas: Tensor,  # (T + 1,) noise levels
     kind: str,  # one of SAMPLER_KINDS
-    eta: float | Sequence[float] | Tensor,  # a number, or one per transition
+    eta: float | Sequence[float] | Tensor,  # one number, or one per transition with the last 0
 ) -> Tensor:  # (T,) float64, 0 at the last transition
-    """Return the strength of every transition.
+    """Return the noise strength of every transition.
 
-    Raise InputError for a bad schedule, kind or strength.
+    Raises InputError if the noise levels, the kind or a strength is not allowed.
     """
-    _check_levels(sigmas)
+    _check_noise_levels(sigmas)
     if kind not in SAMPLER_KINDS:
         raise InputError(f"`sampler` must be one of {', '.join(SAMPLER_KINDS)}; got {kind!r}")
     steps = len(sigmas) - 1
-    given = torch.as_tensor(eta, dtype=torch.float64).cpu()
-    if given.ndim == 0:
-        given = torch.cat([given.expand(steps - 1), torch.zeros(1, dtype=torch.float64)])
-    if given.shape != (steps,) or given[-1] != 0:
+    strengths = torch.as_tensor(eta, dtype=torch.float64).cpu()
+    if strengths.ndim == 0:
+        strengths = torch.cat([strengths.expand(steps - 1), torch.zeros(1, dtype=torch.float64)])
+    if strengths.shape != (steps,) or strengths[-1] != 0:
         raise InputError(
             f"`eta` must be a number, or {steps} numbers of which the last is 0; got {eta}"
         )
-    if not bool(((given >= 0) & (given <= MAX_ETA[kind])).all()):
+    if not bool(((strengths >= 0) & (strengths <= MAX_ETA[kind])).all()):
         raise InputError(
             f"`eta` must be 0 to {MAX_ETA[kind]:.4g} with the sampler {kind}; got {eta}"
         )
-    return torch.zeros_like(given) if kind == "ode" else given
+    return torch.zeros_like(strengths) if kind == "ode" else strengths
 
 
-def _coefficients(
+def _transition_coefficients(
     sigmas: Tensor,  # (T + 1,) noise levels
     kind: str,  # one of SAMPLER_KINDS
     eta: Tensor,  # (T,) float64, strength of the noise
-    second: Tensor | None = None,  # sigma_1 of the schedule, where `sigmas` leaves levels of it out
+    # sigma_1 of the full schedule if `sigmas` skips levels of it; None: sigmas[1]
+    second_sigma: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # (a, b, std), (T,) each, float32 or better
     """Compute the coefficients of every transition: those of the kind, or Euler's if the strength is 0."""
     levels = sigmas.to(torch.promote_types(sigmas.dtype, torch.float32))
-    sigma, after, eta = levels[:-1], levels[1:], eta.to(levels.device)
+    sigma, next_sigma, eta = levels[:-1], levels[1:], eta.to(levels.device)
     if kind == "cps":
-        a, b, std = cps_coefficients(sigma, after, eta)
+        a, b, std = cps_coefficients(sigma, next_sigma, eta)
     else:
-        second = levels[1] if second is None else second.to(levels)
-        a, b, std = sde_coefficients(
-            sigma, after, diffusion_coefficient(sigma, second, kind, eta.to(levels))
-        )
-    still = eta == 0
+        second_sigma = levels[1] if second_sigma is None else second_sigma.to(levels)
+        s = diffusion_coefficient(sigma, second_sigma, kind, eta.to(levels))
+        a, b, std = sde_coefficients(sigma, next_sigma, s)
+    is_deterministic = eta == 0
     return (
-        torch.where(still, 1.0, a),
-        torch.where(still, after - sigma, b),
-        torch.where(still, 0.0, std),
+        torch.where(is_deterministic, 1.0, a),
+        torch.where(is_deterministic, next_sigma - sigma, b),
+        torch.where(is_deterministic, 0.0, std),
     )
 
 # %% ../../nbs/00_theory/01_sampler.ipynb #d4e96299
@@ -152,34 +159,38 @@ class Sampler:
 
     sigmas: Tensor  # noise levels, (T + 1,), from schedule.sigmas
     kind: str = "flow"  # one of SAMPLER_KINDS
-    eta: float | Sequence[float] | Tensor = 0.7  # (T,), the last 0; a number: of all but the last
-    solver: str = "euler"  # one of SOLVERS, for runs of deterministic steps
-    second: Tensor | None = None  # sigma_1 for the noise at sigma 1, (); None: that of `sigmas`
-    # (T,) float64, of `multistep_weights`; 0 where a transition is Euler's
+    # noise strength: one number for all transitions but the last, or (T,) numbers with the last 0
+    eta: float | Sequence[float] | Tensor = 0.7
+    solver: str = "euler"  # one of SOLVERS, for consecutive deterministic transitions
+    # sigma_1, (), in the noise coefficient where sigma is 1; None: sigmas[1]
+    second: Tensor | None = None
+    # weights from `multistep_weights`, (T,) float64; 0 where a transition takes Euler's step
     second_order: Tensor = field(init=False)
-    stochastic: Tensor = field(init=False)  # transitions that have noise, increasing, (n,) long
-    # Coefficients of all transitions, (T,) each
+    # indices of the transitions with noise, increasing, (n,) long
+    stochastic: Tensor = field(init=False)
+    # (a, b, std) of all transitions, (T,) each
     _table: tuple[Tensor, Tensor, Tensor] = field(init=False, repr=False)
 
     def __post_init__(self):
-        eta = _strengths(self.sigmas, self.kind, self.eta)
+        eta = _eta_per_transition(self.sigmas, self.kind, self.eta)
         if self.solver not in SOLVERS:
             raise InputError(f"`solver` must be one of {', '.join(SOLVERS)}; got {self.solver!r}")
-        twice = (eta == 0) & (eta.roll(1) == 0) & (self.solver == "dpm2")
-        second = torch.where(twice, multistep_weights(self.sigmas.cpu()), 0.0)
-        if self.solver != "euler" and not second.any():
+        # Only a deterministic transition that follows another one can be extrapolated
+        extrapolates = (eta == 0) & (eta.roll(1) == 0) & (self.solver == "dpm2")
+        second_order = torch.where(extrapolates, multistep_weights(self.sigmas.cpu()), 0.0)
+        if self.solver != "euler" and not second_order.any():
             raise InputError(
                 f"`solver` must be euler where no two transitions in a row are without noise; got "
                 f"{self.solver}"
             )
-        table = _coefficients(self.sigmas, self.kind, eta, self.second)
-        given = {
+        table = _transition_coefficients(self.sigmas, self.kind, eta, self.second)
+        computed = {
             "eta": eta,
             "stochastic": eta.nonzero()[:, 0],
             "_table": table,
-            "second_order": second,
+            "second_order": second_order,
         }
-        for name, value in given.items():
+        for name, value in computed.items():
             object.__setattr__(self, name, value)  # the dataclass is frozen
 
     def __len__(self) -> int:
@@ -188,17 +199,20 @@ class Sampler:
     def coefficients(self, index: int | Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return (a, b, std) of transition `index`, a number or (B,) long; the mean is a x + b v.
 
-        Raise InputError for an index outside the trajectory.
+        Raises InputError if an index is outside the trajectory.
         """
         index = torch.as_tensor(index, device=self.sigmas.device)
-        _check_index(index, len(self))
+        _check_transition_index(index, len(self))
         a, b, std = self._table
         return a[index.long()], b[index.long()], std[index.long()]
 
     def mean_std(
-        self, velocity: Tensor, latents: Tensor, index: int | Tensor
+        self,
+        velocity: Tensor,  # velocity at x_i, (B, ...)
+        latents: Tensor,  # x_i, (B, ...)
+        index: int | Tensor,  # transition i: one for the batch, or one per row, (B,) long
     ) -> tuple[Tensor, Tensor]:
-        """Return mean (B, ...) and std, () or (B, 1, ..., 1), of x_{i+1}, given x_i and its velocity, (B, ...)."""
+        """Return the mean (B, ...) and std, () or (B, 1, ..., 1), of x_{i+1} given x_i and its velocity."""
         dtype = torch.promote_types(
             torch.promote_types(latents.dtype, velocity.dtype), torch.float32
         )
@@ -206,33 +220,52 @@ class Sampler:
         a, b, std = (broadcast_sigma(c, latents) for c in self.coefficients(index))
         return a * latents + b * velocity, std
 
-    def step(self, velocity: Tensor, latents: Tensor, index: int | Tensor, noise: Tensor) -> Tensor:
-        """Take one step: return x_{i+1} = mean + std noise, (B, ...), with standard normal noise (B, ...)."""
+    def step(
+        self,
+        velocity: Tensor,  # velocity at x_i, (B, ...)
+        latents: Tensor,  # x_i, (B, ...)
+        index: int | Tensor,  # transition i: one for the batch, or one per row, (B,) long
+        noise: Tensor,  # standard normal noise, (B, ...)
+    ) -> Tensor:  # x_{i+1}, (B, ...)
+        """Take one transition with the given noise: return x_{i+1} = mean + std noise."""
         mean, std = self.mean_std(velocity, latents, index)
         return mean + std * noise.to(mean.dtype)
 
-    def log_prob(self, next_latents: Tensor, mean: Tensor, std: Tensor) -> Tensor:
-        """Compute the log-density (B,) of x_{i+1}, in nats per latent dimension (cps: minus the mean square).
+    def log_prob(
+        self,
+        next_latents: Tensor,  # x_{i+1}, (B, ...)
+        mean: Tensor,  # mean of the transition, (B, ...)
+        std: Tensor,  # standard deviation of the transition, () or (B, 1, ..., 1)
+    ) -> Tensor:  # (B,)
+        """Compute the log-density of x_{i+1}, in nats per latent dimension.
 
-        Raise InputError if std is 0.
+        For cps it is minus the mean squared distance from the mean. Raises InputError if std is 0 on
+        the CPU, or if the sampler is the ODE.
         """
-        square, std = self._square(next_latents, mean, std)
+        squared, std = self._squared_distance(next_latents, mean, std)
         if self.kind == "cps":
-            return -square.flatten(1).mean(1)
-        return (-square / (2 * std**2) - std.log() - 0.5 * math.log(2 * math.pi)).flatten(1).mean(1)
+            return -squared.flatten(1).mean(1)
+        log_density = -squared / (2 * std**2) - std.log() - 0.5 * math.log(2 * math.pi)
+        return log_density.flatten(1).mean(1)
 
-    def kl(self, mean: Tensor, other_mean: Tensor, std: Tensor) -> Tensor:
-        """Compute the KL divergence (B,) of two transitions of equal std, in nats per latent dimension.
+    def kl(
+        self,
+        mean: Tensor,  # mean of the policy's transition, (B, ...)
+        other_mean: Tensor,  # mean of the reference's transition, (B, ...)
+        std: Tensor,  # standard deviation of both, () or (B, 1, ..., 1)
+    ) -> Tensor:  # (B,)
+        """Compute the KL divergence of two transitions with the same std, in nats per latent dimension.
 
-        For cps it is the mean square.
+        For cps it is the mean squared distance of the two means. Raises InputError as `log_prob` does.
         """
-        square, std = self._square(mean, other_mean, std)
-        return (square if self.kind == "cps" else square / (2 * std**2)).flatten(1).mean(1)
+        squared, std = self._squared_distance(mean, other_mean, std)
+        return (squared if self.kind == "cps" else squared / (2 * std**2)).flatten(1).mean(1)
 
-    def _square(self, x: Tensor, mean: Tensor, std: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the squared distance from the mean, and the deviation, in float32 or better.
+    def _squared_distance(self, x: Tensor, mean: Tensor, std: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the squared distance of x from the mean, and std, both in float32 or better.
 
-        Raise InputError if the deviation is 0.
+        Raises InputError if the sampler is the ODE, or if std is 0 on the CPU; on a GPU the check
+        would wait for all queued work.
         """
         if self.kind == "ode" or (std.device.type == "cpu" and bool((std <= 0).any())):
             raise InputError(

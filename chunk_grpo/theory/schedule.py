@@ -20,18 +20,18 @@ def broadcast_sigma(
     t: float | Tensor,  # noise level: a number, a 0-dim tensor, or (B,)
     latents: Tensor,  # latents, (B, ...)
 ) -> Tensor:  # t in the latents' dtype and on their device, () or (B, 1, ..., 1)
-    """Reshape one noise level for all, or one per sample, so that it multiplies `latents`.
+    """Reshape a noise level, one for all samples or one per sample, so that it broadcasts against `latents`.
 
-    Raise InputError for another shape.
+    Raises InputError if `t` has any other shape.
     """
     t = torch.as_tensor(t, dtype=latents.dtype if latents.is_floating_point() else None)
-    # From the CPU no queue waits for it
+    # A copy from the CPU does not have to wait for the work queued on the device
     t = t.to(latents.device, non_blocking=latents.device.type != "cpu")
     if t.ndim == 0:
         return t
     if t.ndim != 1 or t.shape[0] != latents.shape[0]:
         raise InputError(
-            f"t: got shape {tuple(t.shape)}, allowed is a number or one a sample, ({latents.shape[0]},)."
+            f"t: got shape {tuple(t.shape)}, allowed is a number or one per sample, ({latents.shape[0]},)."
         )
     return t.reshape(-1, *[1] * (latents.ndim - 1))
 
@@ -58,7 +58,7 @@ def predict_endpoints(
     latents: Tensor,  # x_t, (B, ...)
     velocity: Tensor,  # v at (x_t, t), (B, ...)
     t: float | Tensor,  # noise level: a number or (B,)
-    # (x_0, x_1): the image and the noise that the velocity points from and to
+    # predictions of (x_0, x_1), image and noise, each the shape of latents
 ) -> tuple[Tensor, Tensor]:
     """Predict both ends of the line through `latents` with direction `velocity`: x_t - t v and x_t + (1 - t) v."""
     t = broadcast_sigma(t, latents)
@@ -68,10 +68,11 @@ def predict_endpoints(
 def gaussian_velocity(
     latents: Tensor,  # x_t, (B, ...)
     t: float | Tensor,  # noise level: a number or (B,)
-    mean: float | Tensor = 0.0,  # of the data; a number or broadcast against latents
-    scale: float | Tensor = 1.0,  # standard deviation of the data, like mean
+    # mean of the data: a number, or a tensor that broadcasts to latents
+    mean: float | Tensor = 0.0,
+    scale: float | Tensor = 1.0,  # standard deviation of the data: a number or tensor, like mean
 ) -> Tensor:  # E[x_1 - x_0 | x_t], the shape of latents
-    """Compute the velocity field that minimises (2) if the data is N(mean, scale^2) in every coordinate."""
+    """Compute the velocity that minimises (2) if every coordinate of the data is N(mean, scale^2)."""
     t = broadcast_sigma(t, latents)
     variance = (1 - t) ** 2 * scale**2 + t**2
     return -mean + (t - (1 - t) * scale**2) / variance * (latents - (1 - t) * mean)
@@ -79,11 +80,11 @@ def gaussian_velocity(
 # %% ../../nbs/00_theory/00_schedule.ipynb #3f34f67a
 def shift_sigmas(
     u: Tensor,  # noise levels in [0, 1], any shape
-    shift: float,  # factor on the noise-to-signal ratio, > 0; 1 changes nothing
+    shift: float,  # factor on the noise-to-signal ratio, > 0; 1 leaves u unchanged
 ) -> Tensor:  # shifted noise levels, the shape of u
-    """Map noise levels by shift u / (shift u + 1 - u).
+    """Apply a shift to noise levels: return shift u / (shift u + 1 - u).
 
-    Raise InputError if `shift` is not positive.
+    Raises InputError if `shift` is not a positive number.
     """
     if not (isinstance(shift, int | float) and math.isfinite(shift) and shift > 0):
         raise InputError(f"shift: got {shift!r}, allowed is a number above 0.")
@@ -98,7 +99,7 @@ def sigmas(
 ) -> Tensor:  # (steps + 1,), strictly decreasing from exactly 1 to exactly 0
     """Compute the noise levels of a trajectory from noise (1) to image (0).
 
-    Raise InputError for steps < 1 or shift <= 0.
+    Raises InputError if `steps` is below 1 or `shift` is not positive.
     """
     if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
         raise InputError(f"steps: got {steps!r}, allowed is a whole number from 1.")
@@ -110,11 +111,11 @@ def dynamic_shift(
     base_tokens: int = 256,  # tokens at which mu is base_shift
     max_tokens: int = 4096,  # tokens at which mu is max_shift
     base_shift: float = 0.5,  # mu at base_tokens
-    max_shift: float = 1.15,  # mu at max_tokens; beyond, the line goes on
-) -> float:  # exp(mu), to be given as `shift`
-    """Compute FLUX's resolution-dependent shift, exp of a line in the number of tokens.
+    max_shift: float = 1.15,  # mu at max_tokens; the line is extrapolated beyond both ends
+) -> float:  # exp(mu), to be passed as `shift`
+    """Compute FLUX's resolution-dependent shift, exp(mu) with mu linear in the number of tokens.
 
-    Raise InputError for a bad number of tokens.
+    Raises InputError if `tokens` is below 1 or if `base_tokens` equals `max_tokens`.
     """
     if tokens < 1 or base_tokens == max_tokens:
         raise InputError(
