@@ -59,14 +59,14 @@ from chunk_grpo.core.settings import (
 )
 from chunk_grpo.core.user_code import (
     changed_code,
-    check_named_code,
+    check_reward_code,
     check_same_code,
     code_files,
     code_hashes,
     code_keys,
     copy_code,
     find_code,
-    assign_copies,
+    assign_copy_paths,
 )
 from chunk_grpo.models.inputs import (
     absolute_inputs,
@@ -510,7 +510,7 @@ def create_run(
         from chunk_grpo.training.method_loading import load_method
 
         check_device(settings)
-        check_named_code(settings)
+        check_reward_code(settings)
         load_method(settings)  # checks the settings of a user's method too
         check_disk_space(settings, out)
     hashes = content_hashes(settings)
@@ -573,7 +573,7 @@ def create_run(
                 "made_folder": is_new_folder,
             }
         if code and "code" not in note:
-            note["code"] = assign_copies(code)
+            note["code"] = assign_copy_paths(code)
         write_json(out / "run.json", note | {"settings": settings.model_dump(mode="json")})
         if code:
             copy_code(note["code"], out)
