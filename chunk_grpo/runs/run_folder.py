@@ -59,7 +59,7 @@ from chunk_grpo.core.settings import (
 )
 from chunk_grpo.core.user_code import (
     changed_code,
-    check_reward_code,
+    check_named_code,
     check_same_code,
     code_files,
     code_hashes,
@@ -510,7 +510,7 @@ def create_run(
         from chunk_grpo.training.method_loading import load_method
 
         check_device(settings)
-        check_reward_code(settings)
+        check_named_code(settings)
         load_method(settings)  # checks the settings of a user's method too
         check_disk_space(settings, out)
     hashes = content_hashes(settings)
