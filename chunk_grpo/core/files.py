@@ -96,7 +96,7 @@ def _writer_is_gone(temporary: Path) -> bool:
 
 
 def remove_abandoned(
-    folder: Path,  # that holds the temporary files
+    folder: Path,  # the folder that holds the temporary files
     name: str = "",  # name of the file or folder that was being written; empty: any
 ) -> None:
     """Remove the temporary files of processes that have ended."""
@@ -311,7 +311,7 @@ class MetricsLine(TypedDict, total=False):
     reward_se: float | None
     grad_norm: float | None
     skipped_updates: Count
-    loss_scale: _NonNegativeFloat  # with `dtype` float16
+    loss_scale: _NonNegativeFloat  # only with `dtype` float16
     advantage_std_zero_groups: Count
     images: Count
     transitions_trained: Count
@@ -439,7 +439,7 @@ def describe_schema_violation(
     content: dict,  # the content to be written
     schema: Any,  # a TypedDict such as MetricsLine
 ) -> str:
-    """Explain why a reader would reject this content; return an empty text if it would not."""
+    """Explain why a reader would reject this content; return an empty string if it would not."""
     try:
         _schema_validator(schema).validate_python(_replace_non_finite(content))
     except ValidationError as error:
@@ -459,7 +459,7 @@ def _replace_non_finite(content: Any) -> Any:
 
 
 def write_json(
-    path: Path,  # of the JSON file
+    path: Path,  # path of the JSON file
     content: Any,  # NaN and infinity become null, and values of unknown types become strings
 ) -> None:
     """Write a JSON file completely or not at all."""
@@ -470,7 +470,7 @@ def write_json(
 
 
 def read_json(
-    path: Path,  # of the JSON file
+    path: Path,  # path of the JSON file
     schema: Any = dict,  # a TypedDict such as RunInfo
     needed: tuple[
         str, ...
@@ -491,7 +491,7 @@ def read_json(
 
 # %% ../../nbs/02_core/01_files.ipynb #e0ab2038
 def append_json_line(
-    path: Path,  # of the log
+    path: Path,  # path of the log
     content: Any,  # one record; NaN and infinity become null
 ) -> None:
     """Append one record to a log as a line of JSON."""
@@ -501,7 +501,7 @@ def append_json_line(
 
 
 def read_json_lines(
-    path: Path,  # of the log
+    path: Path,  # path of the log
     schema: Any = dict,  # a TypedDict such as MetricsLine
 ) -> list[Any]:  # records of the schema's type; empty if there is no file
     """Read the complete lines of a log and check each against a schema; raise InputError if one does not match."""

@@ -266,7 +266,7 @@ class _SamplingSettings(BaseModel):
 
 # %% ../../nbs/02_core/04_settings.ipynb #29be7132
 def _format_sizes(value: Any) -> Any:
-    """Format chunk sizes as text: a list becomes a text such as "2,3,4,7", and a text loses its spaces.
+    """Format chunk sizes as a string: a list becomes a string such as "2,3,4,7", and a string loses its spaces.
 
     Other values are returned unchanged.
     """
@@ -1711,7 +1711,7 @@ def _split_method_options(values: dict) -> dict:  # setting -> value
 
 
 def _parse_overrides(texts: Sequence[str]) -> dict[str, Any]:  # setting -> value
-    """Parse overrides of the form `name=value`, the value as YAML; raise InputError if one has another form."""
+    """Parse overrides of the form `name=value`, with the value in YAML; raise InputError if one has another form."""
     for text in texts:
         if not re.match(r"(method\.)?\w+\s*=", text):
             raise InputError(f"an override must have the form name=value; got {text!r}")
@@ -1728,7 +1728,7 @@ def _parse_overrides(texts: Sequence[str]) -> dict[str, Any]:  # setting -> valu
 )
 def load_settings(
     source: str | Path | Mapping | Settings | tuple[()] = (),  # file, preset, mapping or settings
-    overrides: Mapping | Sequence[str] = (),  # take precedence: a mapping, or texts `name=value`
+    overrides: Mapping | Sequence[str] = (),  # take precedence: a mapping, or strings `name=value`
     folder: Path = Path(),  # folder to search first for code files that the overrides name
 ) -> Settings:
     """Load settings from a file, a preset, a mapping or other settings, apply the overrides, and check them.

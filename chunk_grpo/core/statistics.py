@@ -126,7 +126,7 @@ def _one_value_per_prompt(
 def bootstrap_images(
     values: np.ndarray | Sequence[Sequence[float]],  # (n, m); rows may differ in length
     kinds: Sequence[str] | None = None,  # (n,), category of each prompt; None: all have the same
-    weights: Mapping[str, float] | None = None,  # of the categories, with sum 1; None: all equal
+    weights: Mapping[str, float] | None = None,  # category -> weight, with sum 1; None: all equal
     draws: int = 4000,  # number of bootstrap draws
 ) -> dict[str, float | None]:  # keys: mean, n (prompts), se, lo, hi
     """Compute the category-weighted mean with its standard error and 95% interval.

@@ -219,7 +219,7 @@ def parse_yaml(
     text: str,  # YAML text
     where: str,  # where the text comes from, for the error message
 ) -> Any:
-    """Parse a YAML text and return its value; raise InputError if it is not plain YAML."""
+    """Parse YAML and return its value; raise InputError if it is not plain YAML."""
     if len(text) > _LONGEST_YAML:
         raise InputError(f"{where} must have at most {_LONGEST_YAML} characters; got {len(text)}")
     try:

@@ -73,7 +73,7 @@ def _exit_when_first_ends(run: Path) -> None:
 
 def _train_in_process(
     run: Path,  # the run folder
-    callbacks: Sequence[Callback | Callable | str],  # as for `train`
+    callbacks: Sequence[Callback | Callable | str],  # as in `train`
 ) -> None:
     """Train a run folder as the only process, or as one of several that torchrun started."""
     is_first = os.environ.get("RANK", "0") == "0"
@@ -97,7 +97,7 @@ def _train_in_process(
             )
 
     def on_sigterm() -> None:
-        """Let any other process end only after the first, which may still wait for it, see `train_run`."""
+        """Make this process, unless it is the first, end after the first, which may still wait for it, see `train_run`."""
         if not is_first:
             threading.Thread(target=_exit_when_first_ends, args=[run], daemon=True).start()
 
@@ -182,7 +182,7 @@ def _explain_error(error: BaseException) -> tuple[int, str, str]:  # exit code, 
     return 1, f"{type(error).__name__}: {' '.join(str(error).split())}".removesuffix(": "), text
 
 # %% ../../nbs/09_runs/01_launch.ipynb #8c9b8c21
-def _explain_workers(
+def _explain_first_failure(
     failures: Mapping[int, ProcessFailure],  # keyed by rank
 ) -> tuple[int, str, str]:  # exit code, reason, traceback
     """Translate the error of the worker that failed first into an exit code, a reason and a traceback.
@@ -294,7 +294,7 @@ def _launch_workers(
 # %% ../../nbs/09_runs/01_launch.ipynb #876c46bd
 def train_folder(
     run: Path,  # the run folder
-    callbacks: Sequence[Callback | Callable | str] = (),  # as for `train`
+    callbacks: Sequence[Callback | Callable | str] = (),  # as in `train`
     fresh: bool = False,  # roll the run back if it rejects its input before it writes metrics
     processes: int = 1,  # number of processes on each machine
     nodes: int = 1,  # number of machines
@@ -323,7 +323,7 @@ def train_folder(
             )
     except BaseException as error:
         failures = error.failures if isinstance(error, errors.ChildFailedError) else None
-        code, reason, text = _explain_workers(failures) if failures else _explain_error(error)
+        code, reason, text = _explain_first_failure(failures) if failures else _explain_error(error)
         is_interrupt = code in (130, 143)
         if text:
             with open(file_of_run(run, log), "a", encoding="utf-8") as file:
@@ -336,7 +336,7 @@ def train_folder(
             update_run_json(run, status=status, error=reason)
         if is_interrupt or isinstance(error, InputError):
             raise
-        # A worker's own error is another process's, so the agent's error explains nothing.
+        # A worker's error arose in another process, so the agent's error is not its cause.
         cause = None if failures else error
         if code == 2:
             raise InputError(reason) from cause

@@ -100,7 +100,7 @@ def share_out(
     draw: str,  # the function to call, as module:function
     given: Mapping,  # keyword arguments of the function, except `share`; values must be JSON
     count: int,  # number of processes
-    watch: Callable[[], None] = lambda: None,  # as in `run_programs`
+    watch: Callable[[], None] = lambda: None,  # called at intervals, as in `run_programs`
 ) -> None:
     """Call a function in several processes, and tell each its part of the work by the argument `share`.
 

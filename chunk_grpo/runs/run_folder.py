@@ -250,7 +250,7 @@ def _hash_current_code(
 
     Returns an empty dictionary if the settings cannot be read, since then nothing can be executed.
     """
-    # Other readers of the run warn about settings of another version already.
+    # Do not repeat the warning about settings of another version, which other readers of the run give.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -269,7 +269,7 @@ def _hash_current_code(
 
 
 def _identifying_lines(run: str | Path) -> list[str]:
-    """Build the lines that identify a run in the record of own runs.
+    """Build the lines that identify a run in the record of the user's own runs.
 
     The first line hashes the settings without the content of the code; the last one, which may be the same, includes
     the code.
@@ -529,7 +529,7 @@ def create_run(
     hashes = content_hashes(settings)
     start_adapter = None
     if settings.lora_start:
-        from chunk_grpo.models import adapters  # here, since it imports diffusers
+        from chunk_grpo.models import adapters  # imported here, since it imports diffusers
 
         if not (out / adapters.START_FOLDER).is_dir():
             start_adapter = adapters.read_start_adapter(settings)

@@ -23,7 +23,7 @@ from ..training import checkpoints
 # %% ../../nbs/09_runs/03_verify.ipynb #983cf879
 def _file_changes(
     run: Path,  # the run folder
-    folder: str,  # in the run, such as final
+    folder: str,  # name of a folder in the run, such as final
     recorded: Mapping[str, str],  # name of a file -> its recorded sha256
 ) -> list[str]:
     """Compare the files of a folder with their recorded hashes; return one sentence per file that differs."""
@@ -83,7 +83,7 @@ def _setting_changes(
 
 def _metrics_changes(
     run: Path,  # the run folder
-    folder: Path,  # of a checkpoint with a copy of the metrics
+    folder: Path,  # a checkpoint with a copy of the metrics
 ) -> list[str]:
     """Return one sentence per line of the run's metrics that differs from the checkpoint's copy."""
     file = run_folder.file_of_run(run, "metrics.jsonl")
@@ -261,7 +261,7 @@ def repeat_run(
     on_log: Callable | None = None,  # called with each line of metrics and the settings
 ) -> Path:
     """Train the first iterations of a run again in a new folder and return it; raise InputError if that fails."""
-    # These settings only control files that nobody reads here.
+    # These settings only control files that the comparison does not read.
     quiet = {
         "checkpoint_every": iterations,
         "keep_checkpoints": 1,
