@@ -1,4 +1,4 @@
-"""Arguments of the functions that scripts call, checked once, before anything is done, by their own annotations."""
+"""Check the arguments of functions that scripts call against the annotations, before anything else is done."""
 
 import ast
 import dataclasses
@@ -19,75 +19,79 @@ from typing import Annotated, Any, Literal, TypeVar, Union
 from . import InputError
 
 Called = TypeVar("Called", bound=Callable)
-Allowed = Any  # a type, as an annotation says it
+Allowed = Any  # a type, written as an annotation
 
 
 def whole_number(
-    low: int,  # smallest number
-    words: str = "",  # what the numbers are; empty: a whole number
+    low: int,  # the smallest number allowed
+    description: str = "",  # text for error messages; empty: "a whole number from `low`"
 ) -> Allowed:
-    """Make the type of whole numbers from `low`."""
+    """Return a type annotation for whole numbers of at least `low`."""
     from pydantic import Field
 
-    return Annotated[int, Field(ge=low), words or f"a whole number from {low}"]
+    return Annotated[int, Field(ge=low), description or f"a whole number from {low}"]
 
 
 def number(
-    above: float | None = None,  # smaller than all
-    low: float | None = None,  # the smallest
-    high: float | None = None,  # the largest
+    above: float | None = None,  # lower limit that is not allowed itself; None: no such limit
+    low: float | None = None,  # the smallest number allowed; None: no such limit
+    high: float | None = None,  # the largest number allowed; None: no upper limit
 ) -> Allowed:
-    """Make the type of finite numbers between limits."""
+    """Return a type annotation for finite numbers between limits."""
     from pydantic import Field
 
-    limits = {"gt": above, "ge": low, "le": high}
-    words = {"gt": "above", "ge": "of at least", "le": "of at most"}
-    given = {name: limit for name, limit in limits.items() if limit is not None}
-    said = " and ".join(f"{words[name]} {limit:g}" for name, limit in given.items())
-    return Annotated[float, Field(**given), f"a finite number {said}".strip()]
+    all_limits = {"gt": above, "ge": low, "le": high}
+    phrases = {"gt": "above", "ge": "of at least", "le": "of at most"}
+    limits = {name: limit for name, limit in all_limits.items() if limit is not None}
+    limits_text = " and ".join(f"{phrases[name]} {limit:g}" for name, limit in limits.items())
+    return Annotated[float, Field(**limits), f"a finite number {limits_text}".strip()]
 
 
 def texts(
-    fewest: int = 0,
+    min_count: int = 0,  # smallest number of texts, 0 or 1
 ) -> Allowed:
-    """Make the type of lists of texts, of which none is empty."""
+    """Return a type annotation for lists of texts that are not empty."""
     from pydantic import Field
 
+    description = "a list of texts that are not empty"
+    if min_count:
+        description += ", at least one"
     return Annotated[
         Sequence[Annotated[str, Field(min_length=1)]],
-        Field(min_length=fewest),
-        "a list of texts that are not empty" + ", at least one" * bool(fewest),
+        Field(min_length=min_count),
+        description,
     ]
 
 
 def some(
-    kind: Allowed,
-    words: str,
-    holds: Callable[[Any], bool],
+    base_type: Allowed,  # type of the values
+    description: str,  # text for error messages
+    condition: Callable[[Any], bool],  # returns True for a value that is allowed
 ) -> Allowed:
-    """Make the type of those values of a kind for which something holds."""
+    """Return a type annotation for the values of a type that satisfy a condition."""
     from pydantic import AfterValidator
 
     def check(value):
-        if not holds(value):
-            raise ValueError(words)
+        """Return the value; raise ValueError if it does not satisfy the condition."""
+        if not condition(value):
+            raise ValueError(description)
         return value
 
-    return Annotated[kind, AfterValidator(check), words]
+    return Annotated[base_type, AfterValidator(check), description]
 
 
 def text() -> Allowed:
-    """Make the type of texts that are not empty."""
+    """Return a type annotation for texts that are not empty."""
     return some(str, "a text that is not empty", lambda value: bool(value.strip()))
 
 
 def path() -> Allowed:
-    """Make the type of paths: a text that is not empty, or a Path."""
+    """Return a type annotation for paths, each a text that is not empty or a Path."""
     return some(str | Path, "a path that is not empty", lambda value: bool(str(value).strip()))
 
 
 def paths() -> Allowed:
-    """Make the type of lists of paths, at least one."""
+    """Return a type annotation for lists of at least one path."""
     return some(
         Sequence[str | Path],
         "a list of paths, at least one",
@@ -95,16 +99,20 @@ def paths() -> Allowed:
     )
 
 
-def _words(
-    allowed: Allowed,
+def _describe_type(
+    allowed: Allowed,  # a type annotation
 ) -> str:
-    """Say a type in words."""
-    origin, parts = typing.get_origin(allowed), typing.get_args(allowed)
+    """Describe a type in words, for error messages."""
+    origin = typing.get_origin(allowed)
+    parts = typing.get_args(allowed)
     if origin is Annotated:
-        return next((part for part in parts[1:] if isinstance(part, str)), "") or _words(parts[0])
+        description = next((part for part in parts[1:] if isinstance(part, str)), "")
+        return description or _describe_type(parts[0])
     if origin in (Union, types.UnionType):
-        each = list(dict.fromkeys(_words(part) for part in parts))
-        return ", ".join(each[:-1]) + f" or {each[-1]}" if len(each) > 1 else each[0]
+        choices = list(dict.fromkeys(_describe_type(part) for part in parts))
+        if len(choices) == 1:
+            return choices[0]
+        return ", ".join(choices[:-1]) + f" or {choices[-1]}"
     if origin is Literal:
         return f"one of {', '.join(map(str, parts))}"
     if isinstance(origin, type) and issubclass(origin, Mapping):
@@ -112,8 +120,8 @@ def _words(
     if origin is tuple:
         return "a tuple"
     if isinstance(origin, type) and issubclass(origin, Sequence):
-        inner = {str: " of texts", int: " of whole numbers", float: " of finite numbers"}
-        return "a list" + inner.get(parts[0], "")
+        elements = {str: " of texts", int: " of whole numbers", float: " of finite numbers"}
+        return "a list" + elements.get(parts[0], "")
     if origin is not None or allowed is Callable:
         return "a function"
     known = {
@@ -133,24 +141,22 @@ def _words(
     return f"a {getattr(allowed, '__name__', allowed)}"
 
 
-def _shown(
-    value: Any,
-) -> str:
-    """Say a value in at most some 80 characters of one line."""
+def _describe_value(value: Any) -> str:
+    """Describe a value in one line, for error messages: a tensor by its shape and type, other values in 80 characters."""
     if hasattr(value, "shape") and hasattr(value, "dtype"):
         return f"a {type(value).__name__} of shape {tuple(value.shape)} and {str(value.dtype).removeprefix('torch.')}"
-    said = " ".join(reprlib.repr(value).split())
-    return said if len(said) <= 80 else said[:77] + "..."
+    text = " ".join(reprlib.repr(value).split())
+    return text if len(text) <= 80 else text[:77] + "..."
 
 
-class _Nothing:
-    """What no argument is."""
+class _NoArgument:
+    """A type that no argument has."""
 
 
-def _by_instance(
-    allowed: Allowed,
+def _accept_instances(
+    allowed: Allowed,  # a type annotation
 ) -> Allowed:
-    """Take models and dataclasses as they are, without looking at their fields again."""
+    """Make a type annotation accept pydantic models and dataclasses without validating their fields again."""
     from pydantic import BaseModel, InstanceOf
 
     if isinstance(allowed, type) and (
@@ -158,70 +164,75 @@ def _by_instance(
     ):
         return InstanceOf[allowed]
     if typing.get_origin(allowed) in (Union, types.UnionType):
-        return Union[tuple(_by_instance(part) for part in typing.get_args(allowed))]  # noqa: UP007
+        return Union[tuple(_accept_instances(part) for part in typing.get_args(allowed))]  # noqa: UP007
     return allowed
 
 
-def _validators(
-    called: Callable,
-    given: Mapping[str, Allowed],  # types that say more than the annotations
-) -> dict[str, tuple[Callable, Allowed]]:  # by parameter: raises ValidationError; the type
-    """Build what checks each argument of a function."""
+def _build_validators(
+    called: Callable,  # the function whose arguments are checked
+    explicit_types: Mapping[str, Allowed],  # parameter -> type that replaces its annotation
+) -> dict[str, tuple[Callable, Allowed]]:  # parameter -> (function that raises, type)
+    """Build a validator for each argument of a function, which raises ValidationError for a wrong value."""
     from pydantic import ConfigDict, TypeAdapter
 
-    rules = ConfigDict(arbitrary_types_allowed=True, strict=True, allow_inf_nan=False)
+    config = ConfigDict(arbitrary_types_allowed=True, strict=True, allow_inf_nan=False)
     hints = typing.get_type_hints(called, include_extras=True)
-    several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     names = [
         name
-        for name, one in inspect.signature(called).parameters.items()
-        if one.kind not in several
+        for name, parameter in inspect.signature(called).parameters.items()
+        if parameter.kind not in variadic
     ]
-    found = {}
-    for name in dict.fromkeys([*names, *given]):
-        allowed = given[name] if name in given else hints.get(name, Any)
-        allowed = allowed() if inspect.isfunction(allowed) else allowed  # what needs a later import
-        schema = (
-            _by_instance(allowed) | _Nothing
-        )  # of a union, since that of one class takes no rules
-        found[name] = (TypeAdapter(schema, config=rules).validator.validate_python, allowed)
-    return found
+    validators = {}
+    for name in dict.fromkeys([*names, *explicit_types]):
+        allowed = explicit_types[name] if name in explicit_types else hints.get(name, Any)
+        if inspect.isfunction(allowed):  # it makes the type with the help of a later import
+            allowed = allowed()
+        # pydantic accepts a configuration for a union, but not for every single class.
+        schema = _accept_instances(allowed) | _NoArgument
+        validators[name] = (TypeAdapter(schema, config=config).validator.validate_python, allowed)
+    return validators
 
 
-def _bad_call(
-    called: Callable,
-    name: str,  # of the function
-    args: tuple,
-    kwargs: dict,
-) -> InputError | None:  # None: all that it needs was given, and nothing else
-    """Say what is missing or too much in a call."""
+def _call_error(
+    called: Callable,  # the function
+    name: str,  # name of the function, for the error message
+    args: tuple,  # positional arguments of the call
+    kwargs: dict,  # keyword arguments of the call
+) -> InputError | None:  # None: the call fits the signature
+    """Return an error that says which arguments of a call are missing or not in the signature."""
     signature = inspect.signature(called)
-    unnamed = {
+    positional_only = {
         key
-        for key, one in signature.parameters.items()
-        if one.kind is inspect.Parameter.POSITIONAL_ONLY
+        for key, parameter in signature.parameters.items()
+        if parameter.kind is inspect.Parameter.POSITIONAL_ONLY
     }
+    keywords = {key: value for key, value in kwargs.items() if key not in positional_only}
     try:
-        signature.bind(*args, **{key: value for key, value in kwargs.items() if key not in unnamed})
+        signature.bind(*args, **keywords)
         return None
     except TypeError as error:
-        said = str(error)
-    takes = [known for known in signature.parameters if known not in ("self", "cls")]
-    takes_more = any(
-        one.kind is inspect.Parameter.VAR_KEYWORD for one in signature.parameters.values()
+        reason = str(error)
+    names = [key for key in signature.parameters if key not in ("self", "cls")]
+    has_variadic_keywords = any(
+        parameter.kind is inspect.Parameter.VAR_KEYWORD
+        for parameter in signature.parameters.values()
     )
-    for given in () if takes_more else kwargs:
-        if given not in takes:
-            near = difflib.get_close_matches(given, takes, 1, 0.5)
-            hint = (
-                f"did you mean `{near[0]}`?" if near else f"it takes {', '.join(takes) or 'none'}"
-            )
-            return InputError(f"`{given}` is no argument of {name}; {hint}")
-    return InputError(f"{name} takes {', '.join(takes) or 'no argument'}; {said}")
+    for key in () if has_variadic_keywords else kwargs:
+        if key not in names:
+            similar = difflib.get_close_matches(key, names, 1, 0.5)
+            if similar:
+                hint = f"did you mean `{similar[0]}`?"
+            else:
+                hint = f"it takes {', '.join(names) or 'none'}"
+            return InputError(f"`{key}` is no argument of {name}; {hint}")
+    return InputError(f"{name} takes {', '.join(names) or 'no argument'}; {reason}")
 
 
-def _comments(source: str) -> tuple[dict[int, str], set[int]]:
-    """Return the comments of a source by line, and the lines that hold nothing else."""
+def _comments_by_line(
+    source: str,  # Python code
+) -> tuple[dict[int, str], set[int]]:  # line number -> comment; lines with only a comment
+    """Return the comments in Python code, and the numbers of the lines that hold nothing else."""
     comments = {}
     alone = set()
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
@@ -234,7 +245,7 @@ def _comments(source: str) -> tuple[dict[int, str], set[int]]:
 
 
 def _signature_source(called: Callable) -> str:
-    """Return the text of a function's signature, with `pass` as the body; raise OSError if there is none.
+    """Return the source of a function's signature, with `pass` as the body; raise OSError if there is none.
 
     Reading the signature alone takes a twentieth of the time that `inspect.getsource` takes.
     """
@@ -255,14 +266,15 @@ def _signature_source(called: Callable) -> str:
 
 
 def describe_parameters(called: Callable) -> str:
-    """Return the comments beside a function's parameters and its result as a section of a docstring.
+    """Format the comments on a function's parameters and result as sections of a docstring.
 
-    Empty if the source cannot be read. The comment of a parameter stands on its line, or on the lines above it.
+    The comment on a parameter is on its line, or on the lines above it. Returns an empty text if the source cannot be
+    read.
     """
     try:
         source = _signature_source(called)
         (definition,) = ast.parse(source).body
-        comments, alone = _comments(source)
+        comments, alone = _comments_by_line(source)
     except (OSError, SyntaxError, ValueError, tokenize.TokenError):
         return ""
     if not isinstance(definition, ast.FunctionDef):
@@ -280,7 +292,7 @@ def describe_parameters(called: Callable) -> str:
         if text:
             lines.append(f"    {argument.arg}: {text}")
     section = "\n".join(["Args:", *lines]) if lines else ""
-    # A comment on the line of a parameter is the parameter's.
+    # A comment on the line of a parameter describes the parameter, not the result.
     result = ""
     if definition.returns and definition.returns.end_lineno not in {
         argument.lineno for argument in arguments.args
@@ -292,74 +304,78 @@ def describe_parameters(called: Callable) -> str:
 
 
 def checked(
-    *rules: Callable[[Mapping[str, Any]], str | None],  # say what is wrong between arguments
-    **given: Allowed,  # types that say more than the annotations, or functions that make them
+    # each gets all arguments by name and returns an error sentence if they contradict each other
+    *rules: Callable[[Mapping[str, Any]], str | None],
+    # parameter -> type that replaces its annotation, or a function that returns the type
+    **explicit_types: Allowed,
 ) -> Callable[[Called], Called]:
     """Make a decorator that checks arguments and raises InputError with the argument, its value and what is allowed.
 
-    A type is what the annotation says, read strictly: a whole number is no 1.0 and no True, a text no list of
-    letters. The check takes some microseconds, so it stands before functions that are called from outside, not
-    within a forward pass. A class is checked where it is made.
+    Annotations are read strictly: 1.0 and True are not whole numbers, and a text is not a list of letters. The check
+    takes a few microseconds, so it is meant for functions that users call, not for the inside of a forward pass. For
+    a class, the arguments of its constructor are checked.
     """
 
     def decorate(called):
         if isinstance(called, type):
-            called.__init__ = checked(*rules, **given)(called.__init__)
+            called.__init__ = checked(*rules, **explicit_types)(called.__init__)
             return called
         name = called.__qualname__.removesuffix(".__init__")
         parameters = inspect.signature(called).parameters
-        unnamed = {
-            key for key, one in parameters.items() if one.kind is inspect.Parameter.POSITIONAL_ONLY
+        positional_only = {
+            key
+            for key, parameter in parameters.items()
+            if parameter.kind is inspect.Parameter.POSITIONAL_ONLY
         }
         names = [
             key
-            for key, one in parameters.items()
-            if key in unnamed or one.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
+            for key, parameter in parameters.items()
+            if key in positional_only or parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
         ]
-        needed = [key for key in names if parameters[key].default is inspect.Parameter.empty]
-        checks: dict[str, tuple[Callable, Allowed]] = {}
+        required = [key for key in names if parameters[key].default is inspect.Parameter.empty]
+        validators: dict[str, tuple[Callable, Allowed]] = {}  # filled by the first call
 
-        def problem(args: tuple, kwargs: dict) -> InputError | None:
-            if not checks:
-                checks.update(_validators(called, given))
-            more = kwargs
-            if unnamed:  # a keyword of such a name is one of **more
-                kwargs = {key: value for key, value in kwargs.items() if key not in unnamed}
+        def find_error(args: tuple, kwargs: dict) -> InputError | None:
+            """Return the error for the first wrong argument of a call; None if all are right."""
+            if not validators:
+                validators.update(_build_validators(called, explicit_types))
+            all_kwargs = kwargs
+            if positional_only:  # a keyword of such a name belongs to the function's own **kwargs
+                kwargs = {key: value for key, value in kwargs.items() if key not in positional_only}
+            # This test is faster than binding the signature, which only a suspicious call needs.
             if (
                 len(args) > len(names)
-                or len(args) + len(kwargs) < len(needed)
-                or not kwargs.keys() <= checks.keys()
-                or needed[len(args) :]
-                and not kwargs.keys() >= {*needed[len(args) :]}
+                or len(args) + len(kwargs) < len(required)
+                or not kwargs.keys() <= validators.keys()
+                or required[len(args) :]
+                and not kwargs.keys() >= {*required[len(args) :]}
                 or not kwargs.keys().isdisjoint(names[: len(args)])
             ):
-                bad = _bad_call(called, name, args, more)
-                if bad:
-                    return bad
+                error = _call_error(called, name, args, all_kwargs)
+                if error:
+                    return error
             arguments = dict(zip(names, args, strict=False)) | kwargs
             for key, value in arguments.items():
-                if key not in checks:  # one of **more
+                if key not in validators:  # it belongs to the function's own **kwargs
                     continue
-                check, allowed = checks[key]
+                validate, allowed = validators[key]
                 try:
-                    check(value)
-                except (
-                    Exception
-                ):  # ValidationError, or what a strange object raises when it is asked
+                    validate(value)
+                except Exception:  # ValidationError, or anything that a strange object raises
                     return InputError(
-                        f"`{key}` of {name} must be {_words(allowed)}; got {_shown(value)}"
+                        f"`{key}` of {name} must be {_describe_type(allowed)}; got {_describe_value(value)}"
                     )
             for rule in rules:
-                words = rule(arguments)
-                if words:
-                    return InputError(words)
+                message = rule(arguments)
+                if message:
+                    return InputError(message)
             return None
 
         @functools.wraps(called)
         def with_check(*args, **kwargs):
-            bad = problem(args, kwargs)
-            if bad:
-                raise bad
+            error = find_error(args, kwargs)
+            if error:
+                raise error
             return called(*args, **kwargs)
 
         section = describe_parameters(called)

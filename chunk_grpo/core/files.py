@@ -37,9 +37,9 @@ from .validation import validation_message
 
 # %% ../../nbs/02_core/01_files.ipynb #3b747db1
 def sync_to_disk(path: Path) -> None:
-    """Write a file, or the names in a folder, to the disk now.
+    """Flush the content of a file, or the names that a folder stores, to the disk.
 
-    Does nothing for folders that cannot be read or that the file system cannot sync.
+    Does nothing if the path may not be read, or if its file system does not support this.
     """
     try:
         handle = os.open(path, os.O_RDONLY)
@@ -55,19 +55,19 @@ def sync_to_disk(path: Path) -> None:
 
 
 def sync_tree(path: Path) -> None:
-    """Sync a file, or a folder with all files in it."""
+    """Flush a file, or a folder and everything in it, to the disk."""
     entries = []
     if path.is_dir():
         entries = [entry for entry in path.rglob("*") if not entry.is_symlink()]
     for entry in entries:
-        # Another machine may have given a temporary file its final name just now.
+        # Another machine may just have renamed a temporary file to its final name.
         with contextlib.suppress(FileNotFoundError):
             sync_to_disk(entry)
     sync_to_disk(path)
 
 
 def make_folders(folder: Path) -> None:
-    """Create a folder and its missing parents, and sync their names to the disk."""
+    """Create a folder and its missing parents, and flush their names to the disk."""
     missing = [ancestor for ancestor in (folder, *folder.parents) if not ancestor.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     for ancestor in missing:
@@ -76,9 +76,9 @@ def make_folders(folder: Path) -> None:
 # %% ../../nbs/02_core/01_files.ipynb #e7ccb81d
 def temporary_path(
     path: Path,  # the final path of a file or folder
-    old: bool = False,  # the path for what it replaces instead
+    old: bool = False,  # return the path to which the replaced file or folder is moved instead
 ) -> Path:  # in the same folder, with the id of this process
-    """Return where a file or folder is written before it gets its name, or where the one it replaces is kept meanwhile."""
+    """Return the temporary path at which a file or folder is written before it is renamed to its final path."""
     suffix = ".old" if old else ""
     return path.with_name(f".{path.name}{suffix}.{os.getpid()}.part")
 
@@ -96,12 +96,12 @@ def _writer_is_gone(temporary: Path) -> bool:
 
 
 def remove_abandoned(
-    folder: Path,  # that holds the temporary files
-    name: str = "",  # of the file or folder that was being written; empty: any
+    folder: Path,  # the folder that holds the temporary files
+    name: str = "",  # name of the file or folder that was being written; empty: any
 ) -> None:
     """Remove the temporary files of processes that have ended."""
-    stem = re.escape(name) if name else ".+"
-    pattern = re.compile(rf"\.{stem}(\.old)?\.\d+\.part")
+    name_pattern = re.escape(name) if name else ".+"
+    pattern = re.compile(rf"\.{name_pattern}(\.old)?\.\d+\.part")
     entries = list(Path(folder).iterdir()) if Path(folder).is_dir() else []
     for entry in entries:
         if pattern.fullmatch(entry.name) and _writer_is_gone(entry):
@@ -111,8 +111,11 @@ def remove_abandoned(
                 entry.unlink(missing_ok=True)
 
 
-def try_lock(handle: IO) -> bool:  # held until the file is closed, here and in child processes
-    """Lock an open file; return False if another process holds the lock."""
+def try_lock(handle: IO) -> bool:
+    """Lock an open file without waiting; return False if another process holds the lock.
+
+    The lock is held until this process and its child processes have closed the file.
+    """
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -123,17 +126,17 @@ def try_lock(handle: IO) -> bool:  # held until the file is closed, here and in 
 @contextlib.contextmanager
 def temporary_folder(
     name: str,  # part of the folder's name: what it is for
-    patience: float = 60.0,  # seconds within which a new folder is locked, so that none is removed
+    patience: float = 60.0,  # seconds; a younger folder is kept, since it may not be locked yet
 ) -> Iterator[Path]:
-    """Yield a temporary folder, after removing those of the same name whose processes were killed."""
-    for old in Path(tempfile.gettempdir()).glob(f"chunk-grpo-{name}-*"):
+    """Yield a new temporary folder, after removing those of the same name that killed processes left behind."""
+    for leftover in Path(tempfile.gettempdir()).glob(f"chunk-grpo-{name}-*"):
         with contextlib.suppress(FileNotFoundError):  # another process is removing it
-            status = old.lstat()
+            status = leftover.lstat()
             is_our_folder = status.st_uid == os.getuid() and stat.S_ISDIR(status.st_mode)
             if is_our_folder and time.time() - status.st_mtime > patience:
-                with open(old / "lock", "ab") as handle:
+                with open(leftover / "lock", "ab") as handle:
                     if try_lock(handle):
-                        shutil.rmtree(old, ignore_errors=True)
+                        shutil.rmtree(leftover, ignore_errors=True)
     with (
         tempfile.TemporaryDirectory(prefix=f"chunk-grpo-{name}-") as folder,
         open(Path(folder) / "lock", "ab") as lock,
@@ -143,12 +146,13 @@ def temporary_folder(
 
 
 def clean_run_folder(run: Path) -> None:
-    """Remove abandoned temporary files everywhere in a run folder."""
+    """Remove abandoned temporary files from a run folder, its checkpoints/ and the folders in its samples/."""
     for folder in (run, run / "checkpoints", *run.glob("samples/*")):
         remove_abandoned(folder)
 
 # %% ../../nbs/02_core/01_files.ipynb #af201e27
-_REFUSED = {
+# errno values that mean that the path cannot be written to
+_PATH_ERRORS = {
     getattr(errno, f"E{name}")
     for name in "DQUOT ACCES PERM ROFS NAMETOOLONG NOTDIR LOOP EXIST".split()
 }
@@ -157,7 +161,7 @@ _REFUSED = {
 @contextlib.contextmanager
 def atomic_write(
     path: Path,  # the final path
-    replace: bool = False,  # the caller owns a folder of that name, which may be replaced
+    replace: bool = False,  # whether a folder at this path belongs to the caller and may be replaced
 ) -> Iterator[Path]:  # the path to write to
     """Write a file or folder completely or not at all.
 
@@ -171,7 +175,7 @@ def atomic_write(
         make_folders(path.parent)
         yield temporary
         sync_tree(temporary)
-        # A folder with files in it cannot be renamed over: it is moved away first, if it may be replaced.
+        # A rename cannot replace a folder that has files in it, so that folder is moved away first.
         is_taken = path.is_dir() and (not temporary.is_dir() or any(path.iterdir()))
         if is_taken and not (replace and temporary.is_dir()):
             raise InputError(f"`out` must be a new name; the folder {path} already exists")
@@ -188,21 +192,21 @@ def atomic_write(
             raise InputError(
                 f"`out` has no disk space for {path} ({free:.0f} MB free); free some space and resume the run"
             ) from None
-        if isinstance(error, OSError) and error.errno in _REFUSED:
+        if isinstance(error, OSError) and error.errno in _PATH_ERRORS:
             raise InputError(
                 f"`out` must be a path that can be written to; {path}: {error.strerror}"
             ) from None
         raise
     finally:
-        with contextlib.suppress(OSError):  # it was renamed, or its name is not possible
+        with contextlib.suppress(OSError):  # it was renamed, or never created
             if os.path.isdir(temporary):
                 shutil.rmtree(temporary)
             else:
                 os.unlink(temporary)
 
 # %% ../../nbs/02_core/01_files.ipynb #43263939
-# Folders of a run, which a command replaces
-_MADE_ANEW = (
+# Folders in a run that its next evaluation or training replaces
+_REPLACED_FOLDERS = (
     "evaluation",
     "evaluation.begun",
     "samples",
@@ -210,13 +214,13 @@ _MADE_ANEW = (
 
 
 def check_outside_runs(
-    path: Path,  # of a file or folder to be written
-    name: str = "`out`",  # of the option, for the error message
+    path: Path,  # the file or folder to be written
+    name: str = "`out`",  # name of the option, for the error message
 ) -> None:
     """Raise InputError if the path lies in a folder that the next evaluation or training of a run would replace."""
     real_path = Path(os.path.realpath(Path(path).absolute()))
     for folder in (real_path, *real_path.parents):
-        if folder.name in _MADE_ANEW and (folder.parent / "run.json").is_file():
+        if folder.name in _REPLACED_FOLDERS and (folder.parent / "run.json").is_file():
             raise InputError(
                 f"{name} must be outside {folder}, which its run may replace; got {path}"
             )
@@ -233,11 +237,14 @@ def check_regular_file(path: str | Path) -> None:
 
 
 def check_writable(
-    path: Path,  # of a file or folder to be written
-    name: str = "`out`",  # of the option, for the error message
-    file: bool = False,  # a file is to be written, not a folder
+    path: Path,  # the file or folder to be written
+    name: str = "`out`",  # name of the option, for the error message
+    file: bool = False,  # whether a file is to be written; False: a folder
 ) -> None:
-    """Raise InputError if nothing could be written at the path; create nothing."""
+    """Raise InputError unless the path can be written to; create nothing.
+
+    A path in the checkpoints or final weights of a run is rejected too.
+    """
     absolute = Path(path).absolute()
     real_path = Path(os.path.realpath(absolute))
     folders = real_path.parents if file else (real_path, *real_path.parents)
@@ -263,7 +270,7 @@ def check_writable(
 
 # %% ../../nbs/02_core/01_files.ipynb #01f3cc5b
 Count = Annotated[int, Field(ge=0, le=2**53)]
-_Amount = Annotated[float, Field(ge=0)]
+_NonNegativeFloat = Annotated[float, Field(ge=0)]
 
 
 class _RunMachine(TypedDict):
@@ -282,11 +289,11 @@ class RunInfo(TypedDict, total=False):
     run_id: str  # unique to this run
     model_sha256: str
     prompts_sha256: str
-    records_sha256: str  # if a list of prompts has records with more than prompts
-    code: dict[str, dict[str, str]]  # code files that the settings name, of `user_code.find_code`
-    inputs: dict[str, str]  # cheap fingerprints of model and prompts, to see whether they changed
+    records_sha256: str  # only if the records of a prompt list hold more than prompts
+    code: dict[str, dict[str, str]]  # code files that the settings name, from `user_code.find_code`
+    inputs: dict[str, str]  # cheap fingerprints of model and prompts, to detect changes
     processes: Annotated[int, Field(ge=1)]
-    seconds: _Amount | None
+    seconds: _NonNegativeFloat | None
     started: float | None
     versions: dict[str, str]
     machine: _RunMachine
@@ -304,7 +311,7 @@ class MetricsLine(TypedDict, total=False):
     reward_se: float | None
     grad_norm: float | None
     skipped_updates: Count
-    loss_scale: _Amount  # with `dtype` float16
+    loss_scale: _NonNegativeFloat  # only with `dtype` float16
     advantage_std_zero_groups: Count
     images: Count
     transitions_trained: Count
@@ -312,7 +319,7 @@ class MetricsLine(TypedDict, total=False):
     ratio_dev: list[float | None]
     clip_fraction: list[float | None]
     seconds: dict[str, float]
-    seconds_total: _Amount | None
+    seconds_total: _NonNegativeFloat | None
 
 
 class RunProfile(TypedDict, total=False):
@@ -328,11 +335,11 @@ class CheckpointState(TypedDict):
     """state.json of a checkpoint."""
 
     iteration: Count
-    seconds: _Amount
-    seconds_cpu: _Amount
+    seconds: _NonNegativeFloat
+    seconds_cpu: _NonNegativeFloat
     ema_step: Count
-    # with `dtype` float16: the factor of the loss, and updates since it changed
-    loss_scale: NotRequired[_Amount]
+    # only with `dtype` float16: the factor of the loss, and the number of updates since it changed
+    loss_scale: NotRequired[_NonNegativeFloat]
     loss_scale_updates: NotRequired[Count]
 
 # %% ../../nbs/02_core/01_files.ipynb #4e42dbd2
@@ -357,8 +364,8 @@ class _RewardSummary(TypedDict, total=False, extra_items=_ScoreInterval | None):
 class EvaluationSummary(TypedDict, total=False):
     """evaluation/summary.json."""
 
-    n_prompts: Required[Count]  # different ones
-    n_listed: Count  # entries of the list, which may repeat prompts
+    n_prompts: Required[Count]  # distinct prompts
+    n_listed: Count  # entries of the prompt list, which may repeat prompts
     images_per_prompt: Required[Count]
     steps: Required[Count]
     split: Required[Count]
@@ -378,7 +385,7 @@ class ImageScores(TypedDict, total=False):
     category: dict[str, str | None]
     objects: dict[str, list[int]]
     source: str  # path in evaluation/ of the image that the prompt edits
-    source_sha256: str  # of the original of that image
+    source_sha256: str  # sha256 of the original of that image
 
 
 class EvaluationPart(TypedDict):
@@ -389,19 +396,21 @@ class EvaluationPart(TypedDict):
 
 # %% ../../nbs/02_core/01_files.ipynb #968be008
 @functools.cache
-def _adapter(schema: Any) -> TypeAdapter:
-    """Return the validator of a schema, which is strict about types and allows further fields."""
-    # A TypedDict alone takes no configuration, a union with None does.
+def _schema_validator(
+    schema: Any,  # a TypedDict such as RunInfo
+) -> TypeAdapter:
+    """Build the validator of a schema, which is strict about types and allows additional fields."""
+    # pydantic accepts a configuration for a union with None, but not for a TypedDict alone.
     config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
     return TypeAdapter(schema | None, config=config)
 
 
 def _parse_json(
-    where: str | Path,  # the file, or the line of it, for error messages
-    text: bytes,  # the JSON
+    where: str | Path,  # the file, or a line of it, for error messages
+    text: bytes,  # the JSON text
     schema: Any,  # a TypedDict such as RunInfo
-    needed: tuple[str, ...] = (),  # fields that must be there
-    constant: Callable[[str], Any] = float,  # converts NaN and Infinity, which JSON does not have
+    needed: tuple[str, ...] = (),  # fields that must be present
+    constant: Callable[[str], Any] = float,  # converts NaN and Infinity, which are not JSON
 ) -> Any:
     """Parse a JSON object and check it against a schema; raise InputError if it does not match."""
     try:
@@ -421,49 +430,51 @@ def _parse_json(
                 f"run: {where} is damaged: `{name}` is missing; restore the whole run folder"
             )
     try:
-        return _adapter(schema).validate_python(content)
+        return _schema_validator(schema).validate_python(content)
     except ValidationError as error:
         raise InputError(f"run: {where} is damaged: {validation_message(error)}") from None
 
 
 def describe_schema_violation(
-    content: dict,  # what is to be written
+    content: dict,  # the content to be written
     schema: Any,  # a TypedDict such as MetricsLine
 ) -> str:
-    """Return why a reader would reject this content once it is written; empty if it would not."""
+    """Explain why a reader would reject this content; return an empty string if it would not."""
     try:
-        _adapter(schema).validate_python(_finite(content))
+        _schema_validator(schema).validate_python(_replace_non_finite(content))
     except ValidationError as error:
         return validation_message(error)
     return ""
 
 
-def _finite(content: Any) -> Any:
-    """Replace every float that is not finite by None, at any depth, since JSON has no such number."""
+def _replace_non_finite(content: Any) -> Any:
+    """Replace NaN and infinity by None, at any depth, since JSON has neither."""
     if isinstance(content, float):
         return content if math.isfinite(content) else None
     if isinstance(content, dict):
-        return {key: _finite(value) for key, value in content.items()}
+        return {key: _replace_non_finite(value) for key, value in content.items()}
     if isinstance(content, (list, tuple)):
-        return [_finite(value) for value in content]
+        return [_replace_non_finite(value) for value in content]
     return content
 
 
 def write_json(
-    path: Path,  # of the JSON file
-    content: Any,  # floats that are not finite become null, unknown types become text
+    path: Path,  # path of the JSON file
+    content: Any,  # NaN and infinity become null, and values of unknown types become strings
 ) -> None:
     """Write a JSON file completely or not at all."""
     with atomic_write(path) as temporary:
         temporary.write_text(
-            json.dumps(_finite(content), indent=1, default=str) + "\n", encoding="utf-8"
+            json.dumps(_replace_non_finite(content), indent=1, default=str) + "\n", encoding="utf-8"
         )
 
 
 def read_json(
-    path: Path,  # of the JSON file
+    path: Path,  # path of the JSON file
     schema: Any = dict,  # a TypedDict such as RunInfo
-    needed: tuple[str, ...] = (),  # fields that this reader cannot do without
+    needed: tuple[
+        str, ...
+    ] = (),  # fields that must be present, even if the schema makes them optional
 ) -> Any:  # of the schema's type
     """Read a JSON file and check it against a schema.
 
@@ -480,17 +491,17 @@ def read_json(
 
 # %% ../../nbs/02_core/01_files.ipynb #e0ab2038
 def append_json_line(
-    path: Path,  # of the log
-    content: Any,  # one record; floats that are not finite become null
+    path: Path,  # path of the log
+    content: Any,  # one record; NaN and infinity become null
 ) -> None:
     """Append one record to a log as a line of JSON."""
-    line = json.dumps(_finite(content))
+    line = json.dumps(_replace_non_finite(content))
     with open(path, "a", encoding="utf-8") as handle:
         handle.write(line + "\n")
 
 
 def read_json_lines(
-    path: Path,  # of the log
+    path: Path,  # path of the log
     schema: Any = dict,  # a TypedDict such as MetricsLine
 ) -> list[Any]:  # records of the schema's type; empty if there is no file
     """Read the complete lines of a log and check each against a schema; raise InputError if one does not match."""
@@ -510,27 +521,30 @@ def read_json_lines(
 
 
 def drop_partial_line(path: Path) -> None:
-    """Cut off a last line that was not finished."""
+    """Cut off the last line of a log if it is incomplete."""
     if Path(path).is_file():
         with open(path, "rb+") as handle:
             handle.truncate(handle.read().rfind(b"\n") + 1)
 
 # %% ../../nbs/02_core/01_files.ipynb #4f2be65f
-LOCK_PATIENCE = 5.0  # seconds that a killed process has to release its files
+LOCK_PATIENCE = 5.0  # seconds to wait until a killed process has released its files
 
 
 def lock_log(
     log: Path,  # the log of a run
-    new: bool = False,  # the run is being created; for the error message
-) -> BinaryIO:  # open to append; closing it releases the lock, unless a child has inherited it
-    """Open the log and lock it; raise InputError if another process holds it for LOCK_PATIENCE seconds."""
+    new: bool = False,  # whether the run is being created, for the error message
+) -> BinaryIO:  # open for appending; closing it releases the lock, unless a child has inherited it
+    """Open the log and lock it.
+
+    Raises InputError if another process holds the lock for LOCK_PATIENCE seconds, or if the log cannot be opened.
+    """
     end = time.monotonic() + LOCK_PATIENCE
     # Neither follow a link nor wait for the reader of a pipe.
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
         while True:
             handle = os.fdopen(os.open(log, flags, 0o666), "ab")
-            # Without a link left, the log was removed while we waited: open the new one.
+            # A log without a link was removed while we waited: open the new one.
             if try_lock(handle) and os.fstat(handle.fileno()).st_nlink:
                 return handle
             handle.close()
@@ -550,7 +564,7 @@ def lock_log(
 
 # %% ../../nbs/02_core/01_files.ipynb #files-sums
 def sha256_of(file: Path) -> str:  # in hex
-    """Return the sha256 of a file; raise InputError if it is not a regular file, such as a pipe."""
+    """Return the sha256 of a file; raise InputError if it is a pipe, a socket or a device."""
     check_regular_file(file)
     with open(file, "rb") as handle:
         return hashlib.file_digest(handle, "sha256").hexdigest()

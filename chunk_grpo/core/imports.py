@@ -21,9 +21,9 @@ from .. import InputError
 # %% ../../nbs/02_core/05_imports.ipynb #5599bf4d
 @contextlib.contextmanager
 def module_search_path(
-    here: bool = True,  # whether modules are also searched for in the working directory
+    here: bool = True,  # whether to search the working directory too
 ) -> Iterator[None]:
-    """Set the module search path for code that settings name, within this context."""
+    """Add the working directory to the end of Python's module search path, or remove it, within this context."""
     previous_path = list(sys.path)
     cwd = os.getcwd()
     python_path = [
@@ -44,24 +44,24 @@ def module_search_path(
 
 def import_callable(
     path: str,  # "package.module:name" or "file.py:name"
-    field: str = "reward",  # the setting that has this value, for error messages
-    here: bool = True,  # search the working directory: for what the user names, not a run's file
+    field: str = "reward",  # name of the setting with this value, for error messages
+    here: bool = True,  # whether to search the working directory, as for code that the user names
 ) -> Callable:
     """Import the function or class at a path and return it.
 
     Raises InputError if the path is malformed, if importing it fails for any reason, or if the name is not callable.
     """
-    must = f"`{field}` must be package.module:name or file.py:name"
+    requirement = f"`{field}` must be package.module:name or file.py:name"
     module_name, _, name = path.rpartition(":")
     is_file = module_name.endswith(".py")
-    is_module = all(word.isidentifier() for word in module_name.split("."))
+    is_module = all(part.isidentifier() for part in module_name.split("."))
     if not name.isidentifier() or not (is_file or is_module):
-        raise InputError(f"{must}; got {path[:80]!r}")
+        raise InputError(f"{requirement}; got {path[:80]!r}")
     if is_file and not here and not os.path.isabs(module_name):
         raise InputError(
-            f"{must}, with the absolute path of the file if a run names it; got {path[:80]!r}"
+            f"{requirement}, with the absolute path of the file if a run names it; got {path[:80]!r}"
         )
-    loaded = ""
+    loaded_name = ""
     try:
         with module_search_path(here):
             if is_file:
@@ -69,21 +69,23 @@ def import_callable(
                     f"{Path(module_name).stem}_of_{field}", module_name
                 )
                 module = importlib.util.module_from_spec(spec)
-                loaded = spec.name
-                sys.modules[loaded] = module  # dataclasses and pickle look it up there
+                loaded_name = spec.name
+                sys.modules[loaded_name] = module  # dataclasses and pickle look it up there
                 spec.loader.exec_module(module)
             else:
                 module = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:
-        sys.modules.pop(loaded, None)
-        last = traceback.extract_tb(error.__traceback__)[-1]
+        sys.modules.pop(loaded_name, None)
+        last_frame = traceback.extract_tb(error.__traceback__)[-1]
         # The messages of these errors already say where they arose.
         says_where = isinstance(error, (ImportError, SyntaxError, FileNotFoundError))
         line = ""
-        if os.path.isfile(last.filename) and not says_where:
-            line = f" in {last.filename}, line {last.lineno}"
-        words = f"{type(error).__name__}{line}: {error}".splitlines()[0]
-        raise InputError(f"{must}, and must be importable; got {path[:80]!r}, {words}") from None
+        if os.path.isfile(last_frame.filename) and not says_where:
+            line = f" in {last_frame.filename}, line {last_frame.lineno}"
+        reason = f"{type(error).__name__}{line}: {error}".splitlines()[0]
+        raise InputError(
+            f"{requirement}, and must be importable; got {path[:80]!r}, {reason}"
+        ) from None
     if not callable(getattr(module, name, None)):
-        raise InputError(f"{must}, of a function or class in that module; got {path[:80]!r}")
+        raise InputError(f"{requirement}, of a function or class in that module; got {path[:80]!r}")
     return getattr(module, name)

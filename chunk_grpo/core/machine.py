@@ -32,34 +32,36 @@ from .files import atomic_write
 
 # %% ../../nbs/02_core/02_machine.ipynb #273aaec9
 class Terminated(SystemExit):
-    """The process received SIGTERM; its exit code is 143."""
+    """Raised when the process receives SIGTERM; its exit code is 143."""
 
 
 class TrainingFailed(RuntimeError):
-    """Training crashed; the message names the reason and the log."""
+    """Raised when a training run crashes; the message names the reason and the log."""
 
 
 @dataclass
-class _Sigterm:
-    """What a SIGTERM does at the moment; one per process, as signal handlers are."""
+class _SigtermState:
+    """How this process handles SIGTERM at the moment; one per process, as signal handlers are."""
 
-    deferred: bool = False  # it waits for the end of a block
-    pending: bool = False  # one has arrived and waits
+    deferred: bool = False  # whether a SIGTERM has to wait for the end of a block
+    pending: bool = False  # whether one has arrived and is waiting
 
 
-_sigterm = _Sigterm()
+_sigterm = _SigtermState()
 
 
 def _raise_if_pending() -> None:
-    """Raise Terminated if a SIGTERM waits and nothing defers it."""
+    """Raise Terminated if a SIGTERM has arrived and is not deferred."""
     if _sigterm.pending and not _sigterm.deferred:
         _sigterm.pending = False
         raise Terminated(128 + signal.SIGTERM)
 
 
 @contextlib.contextmanager
-def _deferring(deferred: bool) -> Iterator[None]:
-    """Defer SIGTERM within this block, or let it interrupt the block, then do as before."""
+def _sigterm_deferred(
+    deferred: bool,  # False: let SIGTERM interrupt the block
+) -> Iterator[None]:
+    """Set whether SIGTERM is deferred within this block, and restore the previous state at its end."""
     before = _sigterm.deferred
     _sigterm.deferred = deferred
     try:
@@ -74,17 +76,20 @@ def _deferring(deferred: bool) -> Iterator[None]:
 def raise_on_sigterm(
     on_signal: Callable[[], object] = lambda: None,  # called when the signal arrives
 ) -> Iterator[None]:
-    """Raise Terminated when SIGTERM arrives within this block, or at the end of `defer_sigterm` in it."""
+    """Raise Terminated when SIGTERM arrives within this block.
 
-    def end(number: int, frame: object) -> None:
-        """Raise Terminated with the exit code that shells use for the signal, at once or later."""
+    Within `defer_sigterm` the exception is raised at the end of that inner block.
+    """
+
+    def handle_signal(number: int, frame: object) -> None:
+        """Raise Terminated at once, or when SIGTERM is no longer deferred."""
         _sigterm.pending = True
         on_signal()
         _raise_if_pending()
 
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(ValueError):  # only the main thread may handle signals
-            previous = signal.signal(signal.SIGTERM, end)
+            previous = signal.signal(signal.SIGTERM, handle_signal)
             stack.callback(signal.signal, signal.SIGTERM, previous)
             stack.callback(setattr, _sigterm, "pending", False)
         yield
@@ -92,27 +97,28 @@ def raise_on_sigterm(
 
 @contextlib.contextmanager
 def defer_sigterm() -> Iterator[Callable[[], contextlib.AbstractContextManager]]:
-    """Let a SIGTERM that arrives within this block interrupt the program only at the end of the block.
+    """Delay a SIGTERM that arrives within this block until the end of the block.
 
-    The function that is yielded makes a block within this one, in which SIGTERM does what it did before.
+    Yields a function that returns a context manager for an inner block, in which SIGTERM has the effect that it had
+    before this block.
     """
     before = _sigterm.deferred
-    with _deferring(True):
-        yield lambda: _deferring(before)
+    with _sigterm_deferred(True):
+        yield lambda: _sigterm_deferred(before)
 
 
 def allow_sigterm() -> contextlib.AbstractContextManager:
-    """Make a block that SIGTERM may interrupt, also within `defer_sigterm`."""
-    return _deferring(False)
+    """Return a context manager for a block that SIGTERM may interrupt, even within `defer_sigterm`."""
+    return _sigterm_deferred(False)
 
 
 def sigterm_is_pending() -> bool:
-    """Return True if a SIGTERM has arrived that `defer_sigterm` defers."""
+    """Return True if a SIGTERM has arrived and is still deferred."""
     return _sigterm.pending
 
 
 def terminate_process_group(
-    child: subprocess.Popen,  # started with a session of its own
+    child: subprocess.Popen,  # started with `start_new_session=True`
     patience: float = 10.0,  # seconds between SIGTERM and SIGKILL
 ) -> None:
     """End a child process and everything it started in its session: SIGTERM first, SIGKILL if it is still running."""
@@ -128,20 +134,22 @@ def terminate_process_group(
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
-def die_with_parent(parent: int) -> Callable[[], None]:  # to be called in the child
-    """Return a function that makes the process that calls it die with its parent, given by process id."""
+def die_with_parent(
+    parent: int,  # process id of the parent
+) -> Callable[[], None]:
+    """Return a function that a child process calls so that Linux kills it when its parent dies."""
 
-    def tie() -> None:
+    def request_kill() -> None:
         """Ask Linux to kill this process when its parent dies."""
         if _LIBC is not None:
             _LIBC.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
             if os.getppid() != parent:  # the parent died before the request
                 os._exit(1)
 
-    return tie
+    return request_kill
 
 # %% ../../nbs/02_core/02_machine.ipynb #2fdb9ebd
-_FOREIGN_SETTINGS = {  # beginning of a variable's name -> our setting for the same purpose
+_FOREIGN_SETTINGS = {  # prefix of a variable's name -> our setting for the same purpose
     "ACCELERATE_GRADIENT_ACCUMULATION": "`update_batch`",
     "ACCELERATE_MIXED_PRECISION": "`dtype`",
     "ACCELERATE_DYNAMO_": "`compile`",
@@ -156,14 +164,14 @@ _FOREIGN_SETTINGS = {  # beginning of a variable's name -> our setting for the s
     "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "",
     "NVIDIA_TF32_OVERRIDE": "",
 }
-_COMPILER_SWITCHES = (  # of torch.compile
+_COMPILER_SWITCHES = (  # variables that change what torch.compile does
     "TORCHDYNAMO_DISABLE",
     "TORCH_COMPILE_DISABLE",
     "TORCH_COMPILE_BACKEND",
     "TORCH_COMPILE_OVERRIDE_BACKENDS",
     "TORCHINDUCTOR_USE_FAST_MATH",
 )
-_HARMLESS = (  # these affect what is printed, or where a process runs
+_HARMLESS_VARIABLES = (  # these affect only what is printed, or where a process runs
     "ACCELERATE_LOG_LEVEL",
     "ACCELERATE_DEBUG_MODE",
     "ACCELERATE_ENABLE_RICH",
@@ -175,41 +183,41 @@ _NEUTRAL_VALUES = ("", "0", "n", "no", "f", "false", "off", "none", "default", "
 
 
 def changes_training(
-    name: str,  # of an environment variable
-    value: str,  # of the variable
-    compile: bool = False,  # the run compiles its transformer
+    name: str,  # name of an environment variable
+    value: str,  # value of the variable
+    compile: bool = False,  # whether the run compiles its transformer
 ) -> bool:
-    """Return True if a library would take a setting from this variable."""
+    """Return True if an environment variable would change what a training run computes."""
     prefixes = tuple(_FOREIGN_SETTINGS)
     if compile:
         prefixes += _COMPILER_SWITCHES
     is_neutral = value.strip().lower() in _NEUTRAL_VALUES
     if name.endswith(("_STEPS", "_SIZE", "_DEGREE")):
         is_neutral |= value.strip() == "1"
-    return name.startswith(prefixes) and name not in _HARMLESS and not is_neutral
+    return name.startswith(prefixes) and name not in _HARMLESS_VARIABLES and not is_neutral
 
 
 def check_environment(
-    compile: bool = False,  # the run compiles its transformer
+    compile: bool = False,  # whether the run compiles its transformer
 ) -> None:
-    """Raise InputError if an environment variable would change what is computed."""
+    """Raise InputError if an environment variable would change what a training run computes."""
     for name in sorted(os.environ):
         if changes_training(name, os.environ[name], compile):
-            instead = ""
+            advice = ""
             for prefix, setting in _FOREIGN_SETTINGS.items():
                 if name.startswith(prefix):
                     if setting:
-                        instead = f"; use the setting `{setting}` instead"
+                        advice = f"; use the setting `{setting}` instead"
                     break
             raise InputError(
                 f"the environment variable {name}={os.environ[name][:60]} must be unset, because it changes "
-                f"what is computed and the run does not record it{instead}"
+                f"what is computed and the run does not record it{advice}"
             )
 
 
 @contextlib.contextmanager
 def without_foreign_settings() -> Iterator[None]:
-    """Unset the variables of accelerate and others within this block, whatever their values."""
+    """Unset the environment variables of accelerate and other libraries within this block, whatever their values."""
     prefixes = tuple(_FOREIGN_SETTINGS)
     hidden = {name: value for name, value in os.environ.items() if name.startswith(prefixes)}
     for name in hidden:
@@ -236,7 +244,7 @@ def library_versions() -> dict[str, str]:  # name -> version
 
 
 def installed_packages() -> list[str]:  # such as torch==2.9.0, sorted by name
-    """Return every package that this Python can import, with its version."""
+    """List every package that this Python can import, with its version."""
     versions = {}
     # Python imports the first of several copies, so the first overwrites the others here.
     for package in reversed([*distributions()]):
@@ -246,13 +254,13 @@ def installed_packages() -> list[str]:  # such as torch==2.9.0, sorted by name
 
 
 def package_lists(run: str | Path) -> list[Path]:  # empty for runs of earlier versions
-    """Return the files with lists of packages in a run folder, the newest last."""
+    """Return the paths of the package lists in a run folder, the newest last."""
     files = Path(run).glob("packages*.txt")
     return sorted(files, key=lambda file: (len(file.name), file.name))  # -2 before -10
 
 
 def record_packages(run: Path) -> None:
-    """Write the list of installed packages into a run folder unless its newest list says the same."""
+    """Write the list of installed packages into a run folder, unless its newest list is the same."""
     text = "\n".join(installed_packages()) + "\n"
     lists = package_lists(run)
     if not lists or lists[-1].read_text(encoding="utf-8") != text:
@@ -262,12 +270,12 @@ def record_packages(run: Path) -> None:
 
 # %% ../../nbs/02_core/02_machine.ipynb #a930d0ba
 def current_git_commit(
-    folder: Path = Path(chunk_grpo.__file__).parent,  # of a package
+    folder: Path = Path(chunk_grpo.__file__).parent,  # folder of a package
 ) -> str | None:  # None without version control
-    """Return the git commit of the code in a folder, with `-dirty` if tracked files in it were changed."""
+    """Return the git commit of the code in a folder, with the suffix `-dirty` if tracked files in it were changed."""
 
     def git(*arguments: str) -> subprocess.CompletedProcess:
-        """Run git in the folder and return its result, also if it fails."""
+        """Run git in the folder and return its result, even if it fails."""
         command = ["git", "-C", str(folder), *arguments]
         return subprocess.run(command, capture_output=True, text=True, check=False)
 
@@ -280,8 +288,8 @@ def current_git_commit(
     return git("rev-parse", "HEAD").stdout.strip() + suffix
 
 
-def machine_info() -> dict:  # system, processor, cores, memory_gb, gpus
-    """Return what determines the speed: system, processor, cores, memory in GB and GPUs."""
+def machine_info() -> dict:  # keys: system, processor, cores, memory_gb, gpus
+    """Describe the hardware that determines the speed: system, processor, cores, memory in GB and GPUs."""
     import torch  # not above: the command line imports this module even if it needs no torch
 
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
@@ -302,7 +310,7 @@ def machine_info() -> dict:  # system, processor, cores, memory_gb, gpus
 
 # %% ../../nbs/02_core/02_machine.ipynb #492f4241
 def use_full_float32() -> None:
-    """Make CUDA compute float32 in float32 in this process, in convolutions and matrix products, never in TF32."""
+    """Turn TF32 off in this process, so that float32 convolutions and matrix products have full precision on CUDA."""
     import torch
 
     torch.backends.cudnn.allow_tf32 = False
@@ -310,7 +318,7 @@ def use_full_float32() -> None:
 
 # %% ../../nbs/02_core/02_machine.ipynb #dev0002
 def nvidia_driver() -> str | None:
-    """Return the version of the NVIDIA driver; None if there is none."""
+    """Return the version of the NVIDIA driver; None if no driver is loaded."""
     file = Path("/proc/driver/nvidia/version")
     if not file.is_file():
         return None
@@ -319,9 +327,9 @@ def nvidia_driver() -> str | None:
 
 
 def explain_missing_gpu(
-    built_for: str | None,  # the CUDA that torch was built for, `torch.version.cuda`
+    built_for: str | None,  # the CUDA version that torch was built for, `torch.version.cuda`
 ) -> str:
-    """Return in words why torch sees no GPU."""
+    """Explain in words why torch sees no GPU."""
     driver = nvidia_driver()
     if not built_for:
         return "this build of torch has no CUDA"
@@ -331,9 +339,9 @@ def explain_missing_gpu(
 
 
 def choose_device(
-    device: str,  # auto, cpu or cuda, as in the setting of that name
+    device: str,  # auto, cpu or cuda, as in the setting `device`
 ) -> str:
-    """Return the kind of device that a policy runs on, "cpu" or "cuda".
+    """Choose the kind of device that a policy runs on, "cpu" or "cuda".
 
     Raises InputError if `device` is cuda and torch sees no GPU.
     """

@@ -45,29 +45,32 @@ if TYPE_CHECKING:
 
 # %% ../../nbs/02_core/04_settings.ipynb #0f1035cd
 _LARGEST_SIDE = 16_384  # pixels
-_SIZE_WORDS = (
+_SIZE_REQUIREMENT = (
     "the side length of a square or [height, width], each a multiple of 16 from 16 to "
     f"{_LARGEST_SIDE}"
 )
-_SIZES_WORDS = f"{_SIZE_WORDS}; or a list of several [height, width]"
+_SIZES_REQUIREMENT = f"{_SIZE_REQUIREMENT}; or a list of several [height, width]"
 
 
 def _check_resolution(value: Any) -> int | tuple[int, int]:
-    """Return a side length, or (height, width) if they differ; raise ValueError for anything else."""
+    """Check one image size and return its side length, or (height, width) if these differ.
+
+    Raises ValueError for anything else.
+    """
     sides = value if isinstance(value, (list, tuple)) else (value, value)
     are_sides = [
         type(side) is int and 16 <= side <= _LARGEST_SIDE and side % 16 == 0 for side in sides
     ]
     if are_sides != [True, True]:
-        raise ValueError(f"be {_SIZE_WORDS}")
+        raise ValueError(f"be {_SIZE_REQUIREMENT}")
     height, width = sides
     return height if height == width else (height, width)
 
 
 def _check_resolutions(value: Any) -> int | tuple:
-    """Return one size as `_check_resolution` does, or a tuple of several (height, width).
+    """Check one image size or a list of them; return one as `_check_resolution` does, or a tuple of (height, width).
 
-    Raise ValueError for anything else.
+    Raises ValueError for anything else.
     """
     is_list = isinstance(value, (list, tuple))
     try:
@@ -75,8 +78,8 @@ def _check_resolutions(value: Any) -> int | tuple:
             return _check_resolution(value)
         sizes = [_check_resolution(size) for size in value]
     except ValueError:
-        raise ValueError(f"be {_SIZES_WORDS}") from None
-    # A list of one size is that size.
+        raise ValueError(f"be {_SIZES_REQUIREMENT}") from None
+    # A list that holds only one size, once or repeatedly, is that size.
     if len(set(sizes)) == 1:
         return sizes[0]
     return tuple(map(image_size, sizes))
@@ -95,7 +98,7 @@ def image_size(
 def training_sizes(
     settings: "Settings",
 ) -> tuple[int | tuple[int, int], ...]:  # each a side length, or (height, width), in pixels
-    """Return the sizes of the images in training, as `resolution` lists them."""
+    """Return the sizes of the training images, in the order of `resolution`."""
     resolution: Any = settings.resolution
     if isinstance(resolution, int) or isinstance(resolution[0], int):
         return (resolution,)
@@ -103,9 +106,9 @@ def training_sizes(
 
 
 def format_resolution(
-    resolution: int | Sequence,  # as the setting `resolution` has it
+    resolution: int | Sequence,  # value of the setting `resolution`
 ) -> str:  # "720 px", "768 x 1024 px (height x width)", or several sizes
-    """Return a `resolution` in words."""
+    """Format a `resolution` as text, with its unit."""
     if not isinstance(resolution, int) and not isinstance(resolution[0], int):
         sizes = dict.fromkeys(f"{height} x {width}" for height, width in resolution)
         return f"{', '.join(sizes)} px (height x width)"
@@ -127,7 +130,7 @@ OURS = "our choice"
 _Text = Annotated[str, Field(min_length=1)]
 
 
-class _DrawingSettings(BaseModel):
+class _SamplingSettings(BaseModel):
     """The model, its prompts, and how a trajectory is sampled."""
 
     model: _Text = setting(
@@ -161,7 +164,7 @@ class _DrawingSettings(BaseModel):
         _TABLE_6,
         "Size of the images in training: the side length of a square, [height, width], or a list of several [height, "
         "width], of which one is drawn for each prompt of an iteration.",
-        takes=_SIZES_WORDS,
+        takes=_SIZES_REQUIREMENT,
         le=None,  # `_check_resolutions` checks the limits of both sides
     )
     max_tokens: int = setting(
@@ -175,8 +178,8 @@ class _DrawingSettings(BaseModel):
         "bfloat16",
         "",
         _DANCE,
-        "Number format of weights and forward passes; sampler, log-density and ratio are always float32. In float16 the "
-        "ratios are closest to 1 after float32's, the loss is scaled, and text encoders and VAE compute in bfloat16.",
+        "Number format of weights and forward passes; sampler, log-density and ratio are always float32. With float16 the "
+        "ratios are closer to 1 than with bfloat16, the loss is scaled, and text encoders and VAE compute in bfloat16.",
     )
     guidance: float = setting(
         3.5,
@@ -263,7 +266,10 @@ class _DrawingSettings(BaseModel):
 
 # %% ../../nbs/02_core/04_settings.ipynb #29be7132
 def _format_sizes(value: Any) -> Any:
-    """Return chunk sizes as text, such as "2,3,4,7" for a list, and texts without spaces; return other values as they are."""
+    """Format chunk sizes as a string: a list becomes a string such as "2,3,4,7", and a string loses its spaces.
+
+    Other values are returned unchanged.
+    """
     sizes = value if isinstance(value, (list, tuple)) else [value]
     if sizes and all(type(size) is int for size in sizes):
         return ",".join(map(str, sizes))
@@ -287,7 +293,7 @@ class _ChunkSettings(BaseModel):
         {},
         "",
         OURS,
-        "Options of the method's own, one as method.NAME=VALUE; its class says which (notebook training/method).",
+        "Options that the method's class defines, each set as method.NAME=VALUE (notebook training/method).",
         takes="a mapping from names of options to their values",
     )
     chunks: _SizesText = setting(
@@ -667,8 +673,8 @@ REWARD_LOADERS = {  # name -> module:function that loads it
     "ocr": "chunk_grpo.reward_serving.ocr:load_ocr",
 }
 EMBEDDING_REWARDS = ("pocket-clip", "clip", "pickscore", "hpsv21")  # those with `embed(images)`
-REWARD_PLACES = ("url", "environment", "worker")  # options that let a reward run elsewhere
-TRACKERS = (  # those of accelerate
+REWARD_PLACES = ("url", "environment", "worker")  # options that move a reward out of this process
+TRACKERS = (  # those that accelerate supports
     "aim",
     "clearml",
     "comet_ml",
@@ -744,7 +750,7 @@ class _RewardSettings(BaseModel):
         "pixels",
         _HYBRID,
         "Size of the images in evaluation: the side length of a square, or [height, width].",
-        takes=_SIZE_WORDS,
+        takes=_SIZE_REQUIREMENT,
         le=None,  # `_check_resolution` checks the limits of both sides
     )
     eval_guidance: float | None = setting(
@@ -805,11 +811,11 @@ class _RewardSettings(BaseModel):
 
 # %% ../../nbs/02_core/04_settings.ipynb #1df1eaa6
 def _require(
-    settings: "Settings",  # that must satisfy the rule
+    settings: "Settings",  # the settings that must satisfy the rule
     name: str,  # the setting that the rule is about
     condition: object,  # true if the rule holds
     requirement: str,  # continues the sentence "`name` must ..."
-    value: str = "",  # what the sentence says was given; empty: the value of the setting
+    value: str = "",  # the value to show in the sentence; empty: the value of the setting
 ) -> None:
     """Raise InputError with the requirement and the value unless the condition is true."""
     if not condition:
@@ -817,12 +823,12 @@ def _require(
 
 
 def _with_suggestion(
-    name: str,  # as the user wrote it
-    names: Iterable[str],  # those that are allowed
+    name: str,  # the name as the user wrote it
+    names: Iterable[str],  # the allowed names
 ) -> str:
     """Return the quoted name, followed by the most similar allowed name if one is close."""
-    near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-    suggestion = f", did you mean {near[0]}?" if near else ""
+    similar_names = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    suggestion = f", did you mean {similar_names[0]}?" if similar_names else ""
     return repr(name[:80]) + suggestion
 
 
@@ -837,35 +843,35 @@ def evaluated_rewards(settings: "Settings") -> tuple[str, ...]:
 
 
 def guidance_scales(settings: "Settings") -> tuple[tuple[float, float], tuple[float, float]]:
-    """Return (`guidance`, `true_cfg_scale`) of training, and both scales of evaluation."""
+    """Return the pair (`guidance`, `true_cfg_scale`) for training, and the same pair for evaluation."""
     training = (settings.guidance, settings.true_cfg_scale)
     evaluation = (settings.eval_guidance, settings.eval_true_cfg_scale)
     return training, tuple(
-        trained if changed is None else changed
-        for trained, changed in zip(training, evaluation, strict=True)
+        training_scale if evaluation_scale is None else evaluation_scale
+        for training_scale, evaluation_scale in zip(training, evaluation, strict=True)
     )
 
 
 def uses_true_cfg(settings: "Settings") -> bool:
-    """Return True if training or evaluation has classifier-free guidance."""
+    """Return True if training or evaluation uses classifier-free guidance."""
     return any(scale > 1 for _, scale in guidance_scales(settings))
 
 
 def embedding_reward(settings: "Settings") -> str | None:
-    """Return the run's first reward that embeds images in the training process; None if there is none."""
-    elsewhere = {
+    """Return the name of the first reward that can embed images in the training process; None if there is none."""
+    external_rewards = {
         name
         for name, options in settings.reward_options.items()
         if any(map(options.get, REWARD_PLACES))
     }
     for name in (*reward_weights(settings), *settings.eval_rewards):
-        if name in EMBEDDING_REWARDS and name not in elsewhere:
+        if name in EMBEDDING_REWARDS and name not in external_rewards:
             return name
     return None
 
 
 def _check_rewards(settings: "Settings") -> None:
-    """Raise InputError if a reward is unknown or has no weight above 0, or if options belong to an unused reward."""
+    """Raise InputError if a reward is unknown or has no weight above 0, or if its options are malformed or not used."""
     _require(settings, "reward", settings.reward, "name at least one reward", value="nothing")
     weights = reward_weights(settings)
     for name, weight in weights.items():
@@ -911,14 +917,14 @@ METHODS = read_yaml_file(PRESETS_DIR / "methods.yaml", "the table of methods")
 
 
 def named_code(settings: "Settings") -> list[str]:  # such as ["file.py:Class"]
-    """Return which of `family`, `method`, `chunks` and `surrogate` name code instead of a built-in choice."""
+    """Return the values of `family`, `method`, `chunks` and `surrogate` that name code instead of a built-in choice."""
     values = (settings.family, settings.method, settings.chunks, settings.surrogate)
     return [value for value in values if re.fullmatch(r".*\D:[A-Za-z_]\w*", value)]
 
 
 def _with_absolute_file(
     name: object,  # the value of a setting, which may be code as file.py:name
-    folder: Path,  # searched for the file before the working directory is
+    folder: Path,  # folder to search for the file before the working directory
     always: bool = True,  # False: keep the name as written if the working directory has the file
 ) -> Any:
     """Return the name with the absolute path of its file if that file exists; otherwise return it unchanged."""
@@ -934,53 +940,54 @@ def _with_absolute_file(
 
 def resolve_code_files(
     values: Mapping,  # setting -> value
-    folder: Path = Path(),  # searched for code files before the working directory is
+    folder: Path = Path(),  # folder to search for code files before the working directory
 ) -> dict:  # setting -> value
-    """Return the settings with the absolute paths of the code files that they name.
+    """Replace the code files that settings name by their absolute paths.
 
     The name of a reward is also the name of its scores, so it is kept as written if the working directory has its file.
     """
 
-    def reward_name(name: object) -> Any:
-        """Return the name of a reward, with an absolute file only if it is not in the working directory."""
+    def resolve_reward(name: object) -> Any:
+        """Return the name of a reward, with an absolute path only if its file is not in the working directory."""
         return _with_absolute_file(name, folder, always=False)
 
-    out = dict(values)
+    resolved = dict(values)
     for field in ("family", "method", "chunks", "surrogate"):
-        if field in out:
-            out[field] = _with_absolute_file(out[field], folder)
+        if field in resolved:
+            resolved[field] = _with_absolute_file(resolved[field], folder)
     for field in ("reward", "reward_options", "eval_rewards"):
-        value = out.get(field)
+        value = resolved.get(field)
         if isinstance(value, Mapping):
-            # `reward: {name: file.py:function, ...}` has the name as a value, the other mappings as a key.
-            out[field] = {
-                reward_name(key): reward_name(entry) if key == "name" else entry
+            # `reward: {name: file.py:function, ...}` has the reward's name as a value, other mappings have it as a key.
+            resolved[field] = {
+                resolve_reward(key): resolve_reward(entry) if key == "name" else entry
                 for key, entry in value.items()
             }
         elif isinstance(value, (list, tuple)):
-            out[field] = [reward_name(name) for name in value]
+            resolved[field] = [resolve_reward(name) for name in value]
         elif isinstance(value, str):
-            out[field] = reward_name(value)
-    return out
+            resolved[field] = resolve_reward(value)
+    return resolved
 
 
 def _expand_method(
     values: dict,  # setting -> value
-    folder: Path = Path(),  # searched for code files before the working directory is
-    named: bool = False,  # keep the preset's name, so that changes can be merged into the values
+    folder: Path = Path(),  # folder to search for code files before the working directory
+    keep_name: bool = False,  # keep the preset's name, so that changes can be applied to the values
 ) -> dict:  # setting -> value
-    """Return the values with the settings of a method preset written out and code files named by absolute path."""
+    """Add the settings of the method preset to the values, and name code files by absolute path."""
     method = values.get("method")
     if isinstance(method, str) and method in METHODS:
-        row = METHODS[method]
+        preset = METHODS[method]
         # A preset without a class is a combination of settings: written out, it is the method "chunk".
-        keeps_name = named or "class" in row
-        values = row.get("settings", {}) | values | {"method": method if keeps_name else "chunk"}
+        if not keep_name and "class" not in preset:
+            method = "chunk"
+        values = preset.get("settings", {}) | values | {"method": method}
     return resolve_code_files(values, folder)
 
 # %% ../../nbs/02_core/04_settings.ipynb #fd295e10
 def _trains_all_chunks(settings: "Settings") -> bool:
-    """Return True if every chunk is trained; False also for a user's method, whose choice is not known."""
+    """Return True if every chunk is trained; also False for a user's method, whose choice of chunks is not known."""
     if ":" in settings.method:
         return False
     if settings.chunk_rule.kind != "fixed" or settings.chunk_fraction == 1:
@@ -989,10 +996,11 @@ def _trains_all_chunks(settings: "Settings") -> bool:
     return max(1, int(count * settings.chunk_fraction)) == count
 
 
-def _idle_settings(settings: "Settings") -> dict[str, str]:  # name -> reason, ends a sentence
+def _idle_settings(
+    settings: "Settings",
+) -> dict[str, str]:  # name -> reason, as the end of a sentence
     """Return the settings whose value has no effect on training, each with the reason."""
-    row = METHODS.get(settings.method, {})
-    unused = row.get("unused", ())
+    unused = METHODS.get(settings.method, {}).get("unused", ())
     idle = {name: f"with {settings.method}, which does not use it" for name in unused}
     if not settings.kl:
         idle["anchor"] = "without a KL term (`kl` 0)"
@@ -1027,24 +1035,24 @@ def _idle_settings(settings: "Settings") -> dict[str, str]:  # name -> reason, e
     return idle
 
 
-def _refuse_idle(
-    settings: "Settings",  # of the run
-    chosen: set[str],  # names of settings that the user chose for this method
-    row: dict,  # the settings of the method's preset
+def _check_idle_settings(
+    settings: "Settings",  # settings of the run
+    chosen: set[str],  # names of the settings that the user chose for this method
+    preset: dict,  # settings of the method's preset
 ) -> None:
-    """Raise InputError if a chosen setting has no effect, unless it has its default or the preset's value."""
-    for name, why in _idle_settings(settings).items():
+    """Raise InputError if a setting that the user changed from its default or the preset's value has no effect."""
+    for name, reason in _idle_settings(settings).items():
         default = Settings.model_fields[name].default
         value = getattr(settings, name)
-        if name in chosen and value not in (default, row.get(name)):
-            stay = row.get(name) if name in row else default
+        if name in chosen and value not in (default, preset.get(name)):
+            effective_value = preset.get(name, default)
             raise InputError(
-                f"`{name}` must stay {format_value(stay)} {why}; got {format_value(value)}"
+                f"`{name}` must stay {format_value(effective_value)} {reason}; got {format_value(value)}"
             )
 
 
-def lr_schedule(settings: "Settings") -> tuple[str, int]:  # name of diffusers, cycles
-    """Return the learning-rate schedule that `lr_scheduler` describes, with 1 cycle unless it has restarts.
+def lr_schedule(settings: "Settings") -> tuple[str, int]:  # diffusers' name, number of cycles
+    """Parse `lr_scheduler` into the name of the schedule and its number of cycles, 1 if it has no restarts.
 
     Raises InputError if it is malformed.
     """
@@ -1063,14 +1071,14 @@ def lr_schedule(settings: "Settings") -> tuple[str, int]:  # name of diffusers, 
 
 
 def _check_learning_rates(settings: "Settings") -> None:
-    """Raise InputError if schedule, warm-up and number of iterations do not fit together."""
+    """Raise InputError unless the learning-rate schedule fits its warm-up and the number of iterations."""
     name, cycles = lr_schedule(settings)
     if name == "constant":
         _require(
             settings,
             "lr_iterations",
             not settings.lr_iterations,
-            "be 0 where `lr_scheduler` is constant, which has no end",
+            "be 0 if `lr_scheduler` is constant, which has no end",
         )
         return
     _require(
@@ -1079,19 +1087,19 @@ def _check_learning_rates(settings: "Settings") -> None:
         not settings.lr_iterations or settings.lr_iterations >= settings.iterations,
         f"be 0 or at least `iterations` ({settings.iterations}), after which the learning rate is 0",
     )
-    falling = (settings.lr_iterations or settings.iterations) - settings.lr_warmup_iterations
+    last = settings.lr_iterations or settings.iterations
+    falling_iterations = last - settings.lr_warmup_iterations
     _require(
         settings,
         "lr_warmup_iterations",
-        falling > 0,
-        "leave iterations in which the learning rate falls: be below "
-        f"{settings.lr_iterations or settings.iterations}",
+        falling_iterations > 0,
+        f"leave iterations in which the learning rate falls: be below {last}",
     )
     _require(
         settings,
         "lr_scheduler",
-        cycles <= falling,
-        f"have at most as many cycles as iterations after the warm-up ({falling})",
+        cycles <= falling_iterations,
+        f"have at most as many cycles as iterations after the warm-up ({falling_iterations})",
         value=repr(settings.lr_scheduler),
     )
 
@@ -1100,7 +1108,7 @@ def _check_attention(settings: "Settings") -> None:
     """Raise InputError unless diffusers has an attention backend of this name."""
     if settings.attention == "native":
         return
-    # Here, since it imports torch, which takes seconds.
+    # Imported here, since it imports torch, which takes seconds.
     from diffusers.models.attention_dispatch import AttentionBackendName
 
     names = [backend.value for backend in AttentionBackendName]
@@ -1113,8 +1121,11 @@ def _check_attention(settings: "Settings") -> None:
     )
 
 
-def _check_choices(settings: "Settings") -> None:
-    """Raise InputError if two settings contradict each other; imports torch only if `attention` is not native."""
+def _check_combinations(settings: "Settings") -> None:
+    """Raise InputError if settings contradict each other.
+
+    Only an `attention` other than native makes this import torch.
+    """
     updates = settings.updates_per_iteration
     images = settings.images_per_prompt
     checkpoint_every = settings.checkpoint_every
@@ -1327,7 +1338,7 @@ def _check_merge(settings: "Settings") -> None:
 
 
 def _check_method(settings: "Settings") -> None:
-    """Raise InputError if the method, sharing, chunks, surrogate, sampler or noise level do not fit together."""
+    """Raise InputError if the method, sharing, chunks, surrogate, sampler and noise level do not fit together."""
     from chunk_grpo.theory import chunks, sampler, sharing, surrogates
     from chunk_grpo.theory.windows import Window
 
@@ -1341,17 +1352,20 @@ def _check_method(settings: "Settings") -> None:
         value=_with_suggestion(settings.method, METHODS),
     )
 
-    # Which state the images of a group share, and what an advantage is given to.
+    # Which states the images of a group share, and what an advantage is assigned to.
     shared = sharing.Sharing.parse(settings.sharing)
-    # Rejects what the group cannot hold
+    # Raises InputError if the group is too small for this sharing
     shared.noise_owners(settings.images_per_prompt, settings.steps)
-    noisy = Window.parse(settings.window).common_places(settings.steps - 1)
+    stochastic_steps = Window.parse(settings.window).common_places(settings.steps - 1)
+    stochastic_range = "none"
+    if stochastic_steps:
+        stochastic_range = f"{stochastic_steps[0]} to {stochastic_steps[-1]}"
     _require(
         settings,
         "sharing",
-        all(split in noisy for split in shared.splits),
+        all(split in stochastic_steps for split in shared.splits),
         "split at transitions with noise in every iteration, or siblings are the same image: with `window` "
-        f"{settings.window} these are {f'{noisy[0]} to {noisy[-1]}' if noisy else 'none'}",
+        f"{settings.window} these are {stochastic_range}",
     )
     _require(
         settings,
@@ -1430,14 +1444,17 @@ def _check_method(settings: "Settings") -> None:
         try:
             chunks.chunks_from_setting(settings.step_weights, settings.transitions)
         except InputError as error:
-            words = str(error).replace("`chunks`", "they")
+            problem = str(error).replace("`chunks`", "they")
             raise InputError(
-                f"`step_weights` must be one, {', '.join(surrogates.STEP_WEIGHTS)}, or chunk sizes: {words}"
+                f"`step_weights` must be one, {', '.join(surrogates.STEP_WEIGHTS)}, or chunk sizes: {problem}"
             ) from None
 
 # %% ../../nbs/02_core/04_settings.ipynb #b4d4b7ef
 def method_label(settings: Any) -> str:  # "steps", "chunk", "chunk+ws", or the name of a class
-    """Return the name of a run's method by its chunks and weighting; figures choose their colours by it."""
+    """Return a label for a run's method, by which figures choose its colour.
+
+    The paper's method is labelled by its chunks and weighting, any other method by its name.
+    """
     method = getattr(settings, "method", "chunk")
     if method != "chunk":
         return method.rpartition(":")[2]
@@ -1446,7 +1463,7 @@ def method_label(settings: Any) -> str:  # "steps", "chunk", "chunk+ws", or the 
     return "chunk" if settings.chunk_weighting == "uniform" else "chunk+ws"
 
 
-class Settings(_RewardSettings, _OptimizerSettings, _ChunkSettings, _DrawingSettings):
+class Settings(_RewardSettings, _OptimizerSettings, _ChunkSettings, _SamplingSettings):
     """Everything needed to repeat a run."""
 
     model_config = ConfigDict(
@@ -1466,7 +1483,7 @@ class Settings(_RewardSettings, _OptimizerSettings, _ChunkSettings, _DrawingSett
 
     @property
     def transitions(self) -> int:
-        """Return the number of transitions that may be trained: all but the last, or those of a window.
+        """Return the number of transitions that may be trained: all but the last, or those of a window after merging.
 
         Raises InputError if `window` is malformed.
         """
@@ -1479,14 +1496,14 @@ class Settings(_RewardSettings, _OptimizerSettings, _ChunkSettings, _DrawingSett
 
     @property
     def chunk_rule(self) -> "ChunkRule":
-        """Return the rule that `chunks` describes."""
+        """Parse `chunks` into the rule that determines the chunks."""
         from chunk_grpo.theory.chunks import ChunkRule
 
         return ChunkRule.parse(self.chunks, self.transitions, self.method == "chunk")
 
     @property
     def train_chunk_numbers(self) -> tuple[int, ...] | None:
-        """Return the chunks that may be drawn, counted from 0; None for all.
+        """Return the numbers of the chunks that may be trained, counted from 0; None for all.
 
         Raises InputError if `chunks` or `train_chunks` is malformed.
         """
@@ -1511,52 +1528,57 @@ class Settings(_RewardSettings, _OptimizerSettings, _ChunkSettings, _DrawingSett
     @model_validator(mode="after")
     def _check_rules(self) -> "Settings":
         """Check the rules between fields, those that import torch last."""
-        for rule in (_check_rewards, _check_choices, _check_method):
+        for rule in (_check_rewards, _check_combinations, _check_method):
             rule(self)
         return self
 
 # %% ../../nbs/02_core/04_settings.ipynb #22e10569
-# Nobody chooses so many settings by hand: values with at least as many were written out by a run, of this version
-# or of an earlier one with fewer settings.
-_FIELDS_OF_A_RUN = 84
+# Values with at least this many settings were written by a run, of this version or of an earlier one with fewer
+# settings: nobody chooses so many by hand.
+_COMPLETE_SETTINGS_COUNT = 84
 
 
-def _row_of(values: Mapping) -> dict:
-    """Return the settings that the values' method has in the table of methods.
+def _preset_settings(
+    values: Mapping,  # setting -> value
+) -> dict:  # setting -> value
+    """Return the settings of the method preset that the values use; empty if they use none.
 
     Complete settings have the method "chunk" whatever preset they came from. For them, return the settings of all
     presets that they agree with.
     """
     method = values.get("method", "chunk")
-    if method != "chunk" or len(values) < _FIELDS_OF_A_RUN:
+    if method != "chunk" or len(values) < _COMPLETE_SETTINGS_COUNT:
         is_preset = isinstance(method, str) and method in METHODS
         return METHODS[method].get("settings", {}) if is_preset else {}
     merged = {}
     for preset in METHODS.values():
-        row = preset.get("settings", {})
-        if "class" not in preset and all(values.get(name) == value for name, value in row.items()):
-            merged |= row
+        settings = preset.get("settings", {})
+        agrees = all(values.get(name) == value for name, value in settings.items())
+        if "class" not in preset and agrees:
+            merged |= settings
     return merged
 
 
 def _is_method_option(name: object) -> bool:
-    """Return True if this names options of the method's own, such as `method.upper` or `method_options`."""
+    """Return True if a name stands for options of the method's class, such as `method.upper` or `method_options`."""
     return isinstance(name, str) and (name == "method_options" or name.startswith("method."))
 
 
-def _put_on_top(
+def _apply_changes(
     values: dict,  # setting -> value
-    changes: dict,  # setting -> value, overrides
+    changes: dict,  # setting -> new value
 ) -> dict:  # setting -> value
-    """Return the values with the changes; if the method changes, drop what the previous method's preset set and its options."""
+    """Apply changes to settings; if the method changes, drop its options and the settings of its preset first."""
     method = changes.get("method", values.get("method"))
     changes_method = method != values.get("method", "chunk")
     if changes_method or "method_options" in changes:
         values = {name: value for name, value in values.items() if not _is_method_option(name)}
     if changes_method or ("method" in changes and method == "chunk"):
-        row = _row_of(values)
+        preset = _preset_settings(values)
         values = {
-            name: value for name, value in values.items() if name not in row or value != row[name]
+            name: value
+            for name, value in values.items()
+            if name not in preset or value != preset[name]
         }
     return values | changes
 
@@ -1577,14 +1599,18 @@ def find_settings_file(source: str | Path) -> Path:
         if path.is_file():
             return path
     names = list_presets()
-    near = difflib.get_close_matches(str(source), names, n=1, cutoff=0.5)
-    hint = f"did you mean {near[0]}?" if near else f"the presets are {', '.join(names) or 'none'}"
+    similar = difflib.get_close_matches(str(source), names, n=1, cutoff=0.5)
+    hint = (
+        f"did you mean {similar[0]}?"
+        if similar
+        else f"the presets are {', '.join(names) or 'none'}"
+    )
     raise InputError(
         f"settings must be a YAML file or the name of a preset; {str(source)!r} is neither; {hint}"
     )
 
 
-# Configurations of other programs that users pass as settings, and the keys by which we recognise them.
+# Configurations of other programs that users pass by mistake, and the keys by which we recognise them.
 _FOREIGN_SETTINGS = {
     "accelerate": (
         "compute_environment",
@@ -1617,29 +1643,29 @@ _FOREIGN_SETTINGS = {
 }
 
 
-def _chosen_in_file(source: str | Path) -> set[str]:
-    """Return the names of the settings that a file chooses for its method: all in it if it names one, otherwise none."""
+def _settings_chosen_in_file(source: str | Path) -> set[str]:
+    """Return the names of all settings in a file if it chooses a method; otherwise return an empty set."""
     values = read_yaml_file(find_settings_file(source), "the settings file")
     return {*values} if "method" in values else set()
 
 
 def read_settings_file(source: str | Path) -> dict:  # setting -> value
-    """Read the values of a settings file, merged into those of the preset that it is `like`.
+    """Read the values of a settings file, merged into those of the preset that its `like` names.
 
     Raises InputError if there is no such file, if it is the configuration of another program, or if `like` names
     no other preset.
     """
     path = find_settings_file(source)
     values = read_yaml_file(path, "the settings file")
-    for kind, names in _FOREIGN_SETTINGS.items():
-        foreign = [name for name in names if name in values and name not in Settings.model_fields]
+    for kind, keys in _FOREIGN_SETTINGS.items():
+        foreign = [key for key in keys if key in values and key not in Settings.model_fields]
         if foreign:
             raise InputError(
                 f"the settings file {path} must hold settings of chunk-grpo; it holds `{foreign[0]}`, like "
                 f"the configuration of {kind}; `chunk-grpo presets` lists settings files, and "
                 "processes and machines are options of `chunk-grpo train`"
             )
-    values = _expand_method(values, path.parent, named=True)
+    values = _expand_method(values, path.parent, keep_name=True)
     if "like" not in values:
         return values
     base = values.pop("like")
@@ -1647,11 +1673,11 @@ def read_settings_file(source: str | Path) -> dict:  # setting -> value
         raise InputError(
             f"`like` in {path} must name another preset, such as paper/chunk; got {format_value(base)}"
         )
-    return _put_on_top(read_settings_file(base), values)
+    return _apply_changes(read_settings_file(base), values)
 
 # %% ../../nbs/02_core/04_settings.ipynb #b95e34da
 def _split_reward_options(values: dict) -> dict:  # setting -> value
-    """Return the values with a reward that has options split into its name and `reward_options`.
+    """Split a reward that has options into its name and `reward_options`.
 
     `reward: {name: hpsv3, backend: package}` becomes `reward: hpsv3` and `reward_options: {hpsv3: {backend: package}}`.
     """
@@ -1669,21 +1695,23 @@ def _split_reward_options(values: dict) -> dict:  # setting -> value
 
 
 def _split_method_options(values: dict) -> dict:  # setting -> value
-    """Return the values with `method.NAME` moved into `method_options`.
+    """Move each `method.NAME` into `method_options`.
 
     `method.upper: 2` becomes `method_options: {upper: 2}`.
     """
-    single = {name: value for name, value in values.items() if name.startswith("method.")}
+    single_options = {name: value for name, value in values.items() if name.startswith("method.")}
     options = values.get("method_options", {})
-    if not single or not isinstance(options, dict):
+    if not single_options or not isinstance(options, dict):
         return values
-    options = options | {name.removeprefix("method."): value for name, value in single.items()}
-    rest = {name: value for name, value in values.items() if name not in single}
+    options = options | {
+        name.removeprefix("method."): value for name, value in single_options.items()
+    }
+    rest = {name: value for name, value in values.items() if name not in single_options}
     return rest | {"method_options": options}
 
 
 def _parse_overrides(texts: Sequence[str]) -> dict[str, Any]:  # setting -> value
-    """Parse overrides of the form `name=value`, the value as YAML; raise InputError if one has another form."""
+    """Parse overrides of the form `name=value`, with the value in YAML; raise InputError if one has another form."""
     for text in texts:
         if not re.match(r"(method\.)?\w+\s*=", text):
             raise InputError(f"an override must have the form name=value; got {text!r}")
@@ -1700,45 +1728,45 @@ def _parse_overrides(texts: Sequence[str]) -> dict[str, Any]:  # setting -> valu
 )
 def load_settings(
     source: str | Path | Mapping | Settings | tuple[()] = (),  # file, preset, mapping or settings
-    overrides: Mapping | Sequence[str] = (),  # take precedence: a mapping, or texts `name=value`
-    folder: Path = Path(),  # searched first for code files that the overrides name
+    overrides: Mapping | Sequence[str] = (),  # take precedence: a mapping, or strings `name=value`
+    folder: Path = Path(),  # folder to search first for code files that the overrides name
 ) -> Settings:
     """Load settings from a file, a preset, a mapping or other settings, apply the overrides, and check them.
 
-    Raises InputError with one sentence that names the field, its value and what is allowed, also if a setting that
-    was chosen for a method has no effect with it.
+    Raises InputError with one sentence that names the field, its value and what is allowed. Setting a field that the
+    chosen method ignores is also an error.
     """
     if isinstance(source, BaseModel):
         values = source.model_dump()
     elif isinstance(source, (str, Path)):
         values = read_settings_file(source)
     else:
-        values = _expand_method(dict(source), named=True)
+        values = _expand_method(dict(source), keep_name=True)
     if not isinstance(overrides, Mapping):
         overrides = _parse_overrides(overrides)
     for name in values:
         if not isinstance(name, str):  # as in a file with `1: 2`
             raise InputError(f"the name of a setting must be a text; got {name!r}")
-    changes = _expand_method(dict(overrides), folder, named=True)
+    changes = _expand_method(dict(overrides), folder, keep_name=True)
 
     # Complete settings were written out by a run, so nobody chose each of them for this method.
     chosen = {*overrides}
-    is_complete = len(values) >= _FIELDS_OF_A_RUN
+    is_complete = len(values) >= _COMPLETE_SETTINGS_COUNT
     keeps_method = changes.get("method", values.get("method")) == values.get("method")
     if not is_complete and keeps_method:
         if isinstance(source, (str, Path)):
-            chosen |= _chosen_in_file(source)
+            chosen |= _settings_chosen_in_file(source)
         elif "method" in source:
             chosen |= {*source}
 
-    values = _put_on_top(values, changes)
-    row = _row_of(values)
+    values = _apply_changes(values, changes)
+    preset = _preset_settings(values)
     try:
         values = _split_method_options(_split_reward_options(_expand_method(values)))
         settings = Settings.model_validate(values)
     except ValidationError as error:
         raise InputError(validation_message(error, Settings)) from None
-    _refuse_idle(settings, chosen, row)
+    _check_idle_settings(settings, chosen, preset)
     return settings
 
 # %% ../../nbs/02_core/04_settings.ipynb #468fdfef
@@ -1772,8 +1800,8 @@ def diff_settings(
 
 
 def check_resume(
-    old: Settings,  # of the run so far
-    new: Settings,  # with which it is resumed
+    old: Settings,  # settings of the run so far
+    new: Settings,  # settings with which it is resumed
 ) -> None:
     """Raise InputError if resuming with the new settings would make it a different run."""
     changed = {
@@ -1798,8 +1826,10 @@ def check_resume(
         )
 
 # %% ../../nbs/02_core/04_settings.ipynb #93b18eb0
-def settings_table(settings: Settings) -> list[dict]:  # name, value, unit, default, source, meaning
-    """Return one row per setting for a report."""
+def settings_table(
+    settings: Settings,
+) -> list[dict]:  # keys: name, value, unit, default, source, meaning
+    """List all settings for a report, one row per setting."""
     # pydantic's type does not know what `setting` stores in a field.
     fields: Any = Settings.model_fields
     rows = []
@@ -1818,7 +1848,7 @@ def settings_table(settings: Settings) -> list[dict]:  # name, value, unit, defa
 
 
 def check_processes(
-    settings: Settings,  # of the run
+    settings: Settings,  # settings of the run
     processes: int,  # number of training processes
 ) -> None:
     """Raise InputError unless the processes can share an iteration's prompts, and sharded weights, evenly."""

@@ -23,30 +23,33 @@ NORMAL_QUANTILE = 1.96  # half the width of a 95% interval, in standard errors
 # %% ../../nbs/02_core/03_statistics.ipynb #3f2b7a96
 def mean_se(
     values: Tensor,  # (n,)
-    labels: Sequence | None = None,  # (n,), such as prompts; None: all values are independent
+    labels: Sequence
+    | None = None,  # (n,), such as the prompt of each value; None: all are independent
 ) -> tuple[float, float]:
-    """Return the mean and its standard error, NaN for a single value.
+    """Compute the mean and its standard error, which is NaN for a single value.
 
     Values with the same label, such as images of one prompt, count as one independent value, see (e).
     """
     values = values.double()
     mean = values.mean().item()
     if labels is not None and len(set(labels)) < len(labels):
-        rows: dict = {}
+        values_by_label: dict = {}
         for label, value in zip(labels, values.tolist(), strict=True):
-            rows.setdefault(label, []).append(value)
-        per_label = torch.tensor(_even_out(list(rows.values())), dtype=torch.float64)
+            values_by_label.setdefault(label, []).append(value)
+        per_label = torch.tensor(
+            _one_value_per_prompt(list(values_by_label.values())), dtype=torch.float64
+        )
         return mean, mean_se(per_label)[1]
     if len(values) < 2:
         return mean, math.nan
     return mean, (values.std() / len(values) ** 0.5).item()
 
 # %% ../../nbs/02_core/03_statistics.ipynb #482df2a4
-def _bootstrap(
+def _bootstrap_interval(
     values: tuple[np.ndarray, ...],  # arrays (n,) that are resampled together
-    statistic: Callable,  # of these arrays, along an axis
-) -> dict[str, float | None]:  # se, lo, hi
-    """Return standard error and 95% percentile interval of a statistic; None for a single prompt."""
+    statistic: Callable,  # function of these arrays and the keyword `axis`
+) -> dict[str, float | None]:  # keys: se, lo, hi
+    """Bootstrap the standard error and 95% percentile interval of a statistic; all None for a single prompt."""
     if len(values[0]) < 2:
         return {"se": None, "lo": None, "hi": None}
     result = stats.bootstrap(
@@ -63,22 +66,24 @@ def _bootstrap(
 
 def bootstrap_mean(
     values: np.ndarray,  # (n,), one number per prompt
-) -> dict[str, float | None]:  # mean, n, se, lo, hi
-    """Return the mean over prompts with its standard error and 95% percentile bootstrap interval."""
+) -> dict[str, float | None]:  # keys: mean, n, se, lo, hi
+    """Compute the mean over prompts with its standard error and 95% percentile bootstrap interval."""
     values = np.asarray(values, dtype=np.float64)
-    return {"mean": float(values.mean()), "n": len(values)} | _bootstrap((values,), np.mean)
+    return {"mean": float(values.mean()), "n": len(values)} | _bootstrap_interval(
+        (values,), np.mean
+    )
 
 # %% ../../nbs/02_core/03_statistics.ipynb #0b77d98e
 def _scaled_deviations(
-    values: np.ndarray,  # (n, m), prompts and images of one category
+    values: np.ndarray,  # (n, m), scores of n prompts of one category, with m images each
 ) -> np.ndarray:  # (n,), zeros for one prompt
     """Return each prompt's deviation from the category's mean, scaled by the factor lambda_c.
 
-    With the factor, the variance of a bootstrap draw that also resamples images is the unbiased one.
+    The factor makes the variance of bootstrap draws that also resample images unbiased.
     """
     means = values.mean(1)
     deviation = means - means.mean()
-    # Differences as small as rounding errors are no variance.
+    # Differences as small as rounding errors do not count as variance.
     if len(means) < 2 or np.abs(deviation).max() <= 1e-12 * np.abs(values).max():
         return np.zeros(len(means))
     image_variance = values.var(1).mean() / values.shape[1]
@@ -86,12 +91,12 @@ def _scaled_deviations(
 
 
 def _draw_category_means(
-    values: np.ndarray,  # (n, m), prompts and images of one category
-    deviations: np.ndarray,  # (n,), of `_scaled_deviations`; other categories' if n is 1
+    values: np.ndarray,  # (n, m), scores of n prompts of one category, with m images each
+    deviations: np.ndarray,  # (n,), from `_scaled_deviations`; if n is 1, those of other categories
     draws: int,  # number of bootstrap draws
-    random: np.random.Generator,  # advanced
+    random: np.random.Generator,  # source of the random numbers
 ) -> np.ndarray:  # (draws,)
-    """Draw the mean of a category, with its prompts and the images of each prompt resampled."""
+    """Bootstrap the mean of a category by resampling its prompts and the images of each prompt."""
     n, m = values.shape
     image_deviations = values - values.mean(1, keepdims=True)
     prompts = random.integers(n, size=(draws, n))
@@ -105,23 +110,26 @@ def _draw_category_means(
     return values.mean() + drawn.mean(1)
 
 # %% ../../nbs/02_core/03_statistics.ipynb #088cddc7
-def _even_out(
-    rows: Sequence[Sequence[float]],  # the scores of each prompt's images
+def _one_value_per_prompt(
+    scores: Sequence[Sequence[float]],  # for each of n prompts, the scores of its images
 ) -> np.ndarray:  # (n,)
-    """Return one number per prompt (e): their mean is that of all images, and their variance that of the prompts."""
-    counts = np.array([len(row) for row in rows])
-    means = np.array([np.mean(row) for row in rows])
+    """Reduce the image scores of each prompt to one number (e).
+
+    The mean of these numbers is that of all images, and their standard error accounts for the different numbers of images.
+    """
+    counts = np.array([len(prompt_scores) for prompt_scores in scores])
+    means = np.array([np.mean(prompt_scores) for prompt_scores in scores])
     total_mean = (counts * means).sum() / counts.sum()
     return total_mean + counts / counts.mean() * (means - total_mean)
 
 # %% ../../nbs/02_core/03_statistics.ipynb #ae8de2c9
 def bootstrap_images(
     values: np.ndarray | Sequence[Sequence[float]],  # (n, m); rows may differ in length
-    kinds: Sequence[str] | None = None,  # category of each prompt; None: there is one
-    weights: Mapping[str, float] | None = None,  # of each category, sum 1; None: all equal
+    kinds: Sequence[str] | None = None,  # (n,), category of each prompt; None: all have the same
+    weights: Mapping[str, float] | None = None,  # category -> weight, with sum 1; None: all equal
     draws: int = 4000,  # number of bootstrap draws
-) -> dict[str, float | None]:  # mean, n (prompts), se, lo, hi
-    """Return the category-weighted mean with its standard error and 95% interval.
+) -> dict[str, float | None]:  # keys: mean, n (prompts), se, lo, hi
+    """Compute the category-weighted mean with its standard error and 95% interval.
 
     `values` has one row per prompt and one number per image. Prompts are resampled within their category and images
     within their prompt. The interval does not leave the range of the values. `se`, `lo` and `hi` are None for a
@@ -137,7 +145,7 @@ def bootstrap_images(
         values = np.empty((len(rows), 1))
         for kind in dict.fromkeys(kinds):
             positions = [i for i, prompt_kind in enumerate(kinds) if prompt_kind == kind]
-            values[positions, 0] = _even_out([rows[i] for i in positions])
+            values[positions, 0] = _one_value_per_prompt([rows[i] for i in positions])
     values = np.asarray(values, dtype=np.float64)
 
     by_kind = {}
@@ -146,9 +154,9 @@ def bootstrap_images(
         by_kind[kind] = values[is_kind]
     weights = weights or dict.fromkeys(by_kind, 1 / len(by_kind))
     mean = float(sum(weights[kind] * scores.mean() for kind, scores in by_kind.items()))
-    out = {"mean": mean, "n": len(values)}
+    result = {"mean": mean, "n": len(values)}
     if len(values) < 2:
-        return out | {"se": None, "lo": None, "hi": None}
+        return result | {"se": None, "lo": None, "hi": None}
 
     # A category with one prompt borrows the deviations of the others.
     deviations = {kind: _scaled_deviations(scores) for kind, scores in by_kind.items()}
@@ -161,30 +169,30 @@ def bootstrap_images(
         deviation = deviations[kind] if len(scores) > 1 else np.concatenate(borrowed)
         drawn = drawn + weights[kind] * _draw_category_means(scores, deviation, draws, random)
     low, high = np.quantile(drawn, [(1 - 0.95) / 2, (1 + 0.95) / 2]).clip(lowest, highest)
-    return out | {"se": float(drawn.std()), "lo": float(low), "hi": float(high)}
+    return result | {"se": float(drawn.std()), "lo": float(low), "hi": float(high)}
 
 # %% ../../nbs/02_core/03_statistics.ipynb #1a7124c8
 def bootstrap_ratio(
-    part: np.ndarray,  # l_p, (n,)
-    whole: np.ndarray,  # w_p, (n,); prompts with 0 are left out
-) -> dict[str, float | None]:  # count, of, n (prompts with any), share, se, lo, hi
-    """Return a share of counts (b) with its standard error and 95% interval over prompts.
+    part: np.ndarray,  # (n,), l_p: number of objects with the property, such as lost ones
+    whole: np.ndarray,  # (n,), w_p: number of all objects; prompts with 0 are left out
+) -> dict[str, float | None]:  # keys: count, of, n (prompts with any), share, se, lo, hi
+    """Compute a share of counts (b) with its standard error and 95% interval over prompts.
 
-    The share is None if there is nothing to count, the interval if there are fewer than two prompts.
+    The share is None if no prompt has objects; the error and the interval are None if fewer than two prompts have any.
     """
     part, whole = part[whole > 0], whole[whole > 0]
     count = int(part.sum())
     total = int(whole.sum())
     share = count / total if total else None
-    out = {"count": count, "of": total, "n": len(whole), "share": share}
-    return out | _bootstrap((part, whole), lambda a, b, axis: a.sum(axis) / b.sum(axis))
+    result = {"count": count, "of": total, "n": len(whole), "share": share}
+    return result | _bootstrap_interval((part, whole), lambda a, b, axis: a.sum(axis) / b.sum(axis))
 
 # %% ../../nbs/02_core/03_statistics.ipynb #137ebb0c
 def percentile_interval(
     drawn: np.ndarray,  # (draws,), the statistic of each bootstrap draw
     prompts: int,  # number of prompts that were resampled
-) -> dict[str, float | None]:  # se, lo, hi
-    """Return the standard error and 95% interval of bootstrap draws; None for a single prompt."""
+) -> dict[str, float | None]:  # keys: se, lo, hi
+    """Compute the standard error and 95% interval from bootstrap draws; all None for a single prompt."""
     if prompts < 2:
         return {"se": None, "lo": None, "hi": None}
     low, high = np.percentile(drawn, [2.5, 97.5])
@@ -193,10 +201,11 @@ def percentile_interval(
 # %% ../../nbs/02_core/03_statistics.ipynb #0104c5fe
 def t_intervals(
     values: pd.DataFrame,  # one row per seed, one column per comparison
-) -> pd.DataFrame:  # one row per comparison: n, mean, se, lo, hi, p, holm
-    """Return mean, standard error and t interval (c) of each comparison.
+) -> pd.DataFrame:  # one row per comparison, with columns n, mean, se, lo, hi, p, holm
+    """Compute the mean, standard error and t interval (c) of each comparison.
 
-    `p` is the p-value of a mean of 0, and `holm` the same after Holm's correction. NaN if there is only one seed.
+    `p` is the p-value of the hypothesis that the mean is 0, and `holm` is that p-value after Holm's correction. If there
+    is only one seed, all columns but `n` and `mean` are NaN.
     """
     n = values.count()
     mean = values.mean()
@@ -204,9 +213,9 @@ def t_intervals(
     degrees = (n - 1).clip(lower=1)
     half_width = se * stats.t.ppf(0.975, degrees)
     p = pd.Series(2 * stats.t.sf(mean.abs() / se.where(se > 0), degrees), mean.index, dtype=float)
-    # Without any variance the test is undefined; the answer is plain.
+    # With zero variance the test is undefined, but the answer is clear.
     p = p.mask((se == 0) & (mean == 0), 1.0).mask((se == 0) & (mean != 0), 0.0)
-    # By hand, because statsmodels' multipletests collects garbage at every call.
+    # Not by statsmodels' multipletests, which runs the garbage collector at every call.
     ordered = p.dropna().sort_values()
     corrected = (ordered * np.arange(len(ordered), 0, -1)).cummax().clip(upper=1)
     return pd.DataFrame(
@@ -225,12 +234,12 @@ def t_intervals(
 def claim_verdict(
     interval: Mapping,  # an interval with `lo` and `hi`; NaN or None if there is only one seed
     direction: str,  # what is claimed: above, below or equal
-    smallest: float = 0.0,  # the smallest effect of interest, from 0
-    p: float = 0.0,  # of the claim, after Holm's correction
+    smallest: float = 0.0,  # the smallest effect of interest, at least 0
+    p: float = 0.0,  # p-value of the claim, after Holm's correction
 ) -> str:  # holds, does not hold, or cannot tell
-    """Return what an interval says about a claim.
+    """Decide from an interval whether a claim holds.
 
-    Raises InputError if the direction is none of the three, or if equality is claimed without a smallest effect.
+    Raises InputError if the direction is none of the three, or if `smallest` is negative, or 0 for a claim of equality.
     """
     lo, hi = interval["lo"], interval["hi"]
     is_equality = direction == "equal"

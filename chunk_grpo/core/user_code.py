@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['find_module', 'code_files', 'CodeFile', 'find_code', 'code_keys', 'code_hashes', 'check_named_code', 'changed_code',
-           'check_same_code', 'assign_copies', 'copy_code']
+           'check_same_code', 'assign_copy_paths', 'copy_code']
 
 # %% ../../nbs/02_core/06_user_code.ipynb #449b48a3
 import ast
@@ -25,27 +25,27 @@ from .settings import REWARD_LOADERS, Settings, named_code, reward_weights
 from .imports import import_callable, module_search_path
 
 _PACKAGE = Path(chunk_grpo.__file__).resolve().parent
-_STANDARD = [Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib")]
+_STANDARD_LIBRARY = [Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib")]
 
 # %% ../../nbs/02_core/06_user_code.ipynb #950eb71c
 def find_module(
     name: str,  # such as package.module
-    places: list[str] | None = None,  # folders to search; None: Python's own search path
+    search_path: list[str] | None = None,  # folders to search; None: Python's own search path
 ) -> ModuleSpec | None:
-    """Find a module without importing it or the packages around it; return None if there is none."""
+    """Find the spec of a module without importing it or the packages that contain it; None if there is no module."""
     spec = None
     parts = name.split(".")
     for count in range(1, len(parts) + 1):
         full_name = ".".join(parts[:count])
-        if places is not None and count == 1:
-            spec = PathFinder.find_spec(full_name, places)
+        if search_path is not None and count == 1:
+            spec = PathFinder.find_spec(full_name, search_path)
         else:
             locations = spec.submodule_search_locations if spec else None
             if spec and locations is None:  # a plain module has no submodules
                 return None
-            # The locations of a namespace package ask its parent when they are read; `_path` does not.
+            # Iterating over the locations of a namespace package looks up its parent; reading `_path` does not.
             folders = None if locations is None else list(getattr(locations, "_path", locations))
-            loaded = sys.modules.get(full_name) if places is None else None
+            loaded = sys.modules.get(full_name) if search_path is None else None
             spec = getattr(loaded, "__spec__", None) or _ask_finders(full_name, folders)
         if spec is None:
             return None
@@ -54,9 +54,9 @@ def find_module(
 
 def _ask_finders(
     name: str,  # full name of the module
-    folders: list[str] | None,  # of the package around it; None for a top-level module
+    folders: list[str] | None,  # folders of the package that contains it; None: a top-level module
 ) -> ModuleSpec | None:
-    """Return the first answer of Python's finders; None if none of them knows the module."""
+    """Return the spec from the first of Python's finders that knows the module; None if none does."""
     for finder in sys.meta_path:
         try:
             spec = finder.find_spec(name, folders)
@@ -72,28 +72,28 @@ def _ask_finders(
     return None
 
 
-def _file_of(spec: ModuleSpec | None) -> Path | None:
-    """Return the file of a module; None if it has none, or if it belongs to this package or to Python."""
+def _module_file(spec: ModuleSpec | None) -> Path | None:
+    """Return the source file of a module; None if it has none, or if it belongs to this package or to Python."""
     if spec is None or not spec.origin or not os.path.isfile(spec.origin):
         return None
     file = Path(spec.origin).resolve()
     if file.is_relative_to(_PACKAGE):
         return None
-    if not _is_installed(file) and any(file.is_relative_to(folder) for folder in _STANDARD):
+    if not _is_installed(file) and any(file.is_relative_to(folder) for folder in _STANDARD_LIBRARY):
         return None
     return file
 
 
 def _is_installed(file: Path) -> bool:
-    """Return True if a file belongs to a package that was installed, by pip for example."""
+    """Return True if a file belongs to an installed package, such as one that pip installed."""
     return bool({"site-packages", "dist-packages"} & set(file.parts))
 
 # %% ../../nbs/02_core/06_user_code.ipynb #3e998b33
 def _imported_names(
-    text: bytes,  # of a Python file
-    package: str,  # that contains its module; empty: none
+    text: bytes,  # source of a Python file
+    package: str,  # name of the package that contains the file; empty: none
 ) -> Iterator[str]:
-    """Yield every name in the import statements of a file that may be a module."""
+    """Yield every name in the import statements of a file that may name a module."""
     try:
         nodes = list(ast.walk(ast.parse(text)))
     except (SyntaxError, ValueError, RecursionError):  # importing the file raises the error
@@ -108,32 +108,32 @@ def _imported_names(
                 parents = parents[: len(package.split(".")) - node.level + 1]
                 base = ".".join([*parents, *filter(None, [base])])
             if base:
-                # What is imported from a package may be a module of it.
+                # A name that is imported from a package may be one of its modules.
                 yield base
                 yield from (f"{base}.{alias.name}" for alias in node.names)
 
 
 def code_files(
     path: str,  # "package.module:name" or "file.py:name"
-    here: bool = True,  # search the working directory too, see `import_callable`
-    places: list[str] | None = None,  # folders to search; None: Python's own search path
-) -> dict[str, Path]:  # the path, and names of modules -> file
-    """Find the files of a piece of code without importing it: the named file, and the files it imports.
+    here: bool = True,  # whether to search the working directory too, see `import_callable`
+    search_path: list[str] | None = None,  # folders to search; None: Python's own search path
+) -> dict[str, Path]:  # keyed by `path` and by names of modules
+    """Find the files of a piece of code without importing it: the named file, and the user's files that it imports.
 
-    The first key is the path; the others are names of modules. Code of Python and of this package is left out.
+    The first key is `path`, and the others are names of modules. Code of Python and of this package is left out.
     """
     module = path.rpartition(":")[0]
     files: dict[str, Path] = {}
     visited: set[str] = set()
     queue: list[str] = []  # names of modules to look for
 
-    def read_imports(file: Path, package: str) -> None:
-        """Queue what a file imports, unless it is installed."""
-        if places is None and not _is_installed(file):
+    def queue_imports(file: Path, package: str) -> None:
+        """Queue the modules that a file imports, unless the file belongs to an installed package."""
+        if search_path is None and not _is_installed(file):
             queue.extend(_imported_names(file.read_bytes(), package))
 
     def add_module(name: str, named: bool = False) -> None:
-        """Add the files of a module and of the packages around it, which Python imports before it."""
+        """Add the files of a module and of the packages that contain it, which Python imports first."""
         parts = name.split(".")
         for count in range(1, len(parts) + 1):
             full_name = ".".join(parts[:count])
@@ -141,20 +141,20 @@ def code_files(
             if full_name in visited and not is_named_module:
                 continue
             visited.add(full_name)
-            spec = find_module(full_name, places)
-            file = _file_of(spec)
+            spec = find_module(full_name, search_path)
+            file = _module_file(spec)
             if file is None or (_is_installed(file) and not named):
                 continue
             files[path if is_named_module else full_name] = file
             is_package = spec.submodule_search_locations is not None
-            read_imports(file, full_name if is_package else full_name.rpartition(".")[0])
+            queue_imports(file, full_name if is_package else full_name.rpartition(".")[0])
 
     with module_search_path(here):
         if module.endswith(".py"):
             file = Path(module)
             if file.is_file() and not file.resolve().is_relative_to(_PACKAGE):
                 files[path] = file.resolve()
-                read_imports(file, "")
+                queue_imports(file, "")
         elif module and all(part.isidentifier() for part in module.split(".")):
             add_module(module, named=True)
         while queue:
@@ -171,8 +171,8 @@ class CodeFile(TypedDict, total=False):
     copy: str  # path of its copy in the run folder
 
 
-def _named_places(settings: Settings) -> Iterator[tuple[str, str, list[str] | None]]:
-    """Yield the code that settings name: the setting, the path, and the folders to search (None: Python's own)."""
+def _locate_named_code(settings: Settings) -> Iterator[tuple[str, str, list[str] | None]]:
+    """Yield the setting, the path and the search path (None: Python's own) of each piece of code that settings name."""
     for setting, path in {
         "family": settings.family,
         "method": settings.method,
@@ -190,32 +190,35 @@ def _named_places(settings: Settings) -> Iterator[tuple[str, str, list[str] | No
             environment = options.get("environment")
             if name in REWARD_LOADERS or ":" not in name or options.get("url"):
                 continue
-            folders = None
+            search_path = None
             if isinstance(environment, str) and environment:
                 site_packages = Path(environment).expanduser().glob("lib/python*/site-packages")
-                folders = [str(folder) for folder in site_packages]
-            yield setting, name, folders
+                search_path = [str(folder) for folder in site_packages]
+            yield setting, name, search_path
 
 
 def find_code(settings: Settings) -> dict[str, CodeFile]:
-    """Hash every code file that settings name.
+    """Find and hash every code file that settings name, and the user's files that these import.
 
     A key says what names the file, such as "method: my_method.py:Rank" or "method: module my_helper". Code that
-    cannot be found has no key here: importing it raises the error.
+    cannot be found is left out, since importing it raises the error.
     """
-    out: dict[str, CodeFile] = {}
-    for setting, path, folders in _named_places(settings):
-        for name, file in code_files(path, places=folders).items():
+    found: dict[str, CodeFile] = {}
+    for setting, path, search_path in _locate_named_code(settings):
+        for name, file in code_files(path, search_path=search_path).items():
             key = f"{setting}: {name}" if name == path else f"{setting}: module {name}"
-            out[key] = {"setting": setting, "file": str(file), "sha256": sha256_of(file)}
-    return out
+            found[key] = {"setting": setting, "file": str(file), "sha256": sha256_of(file)}
+    return found
 
 
 def code_keys(settings: Settings) -> list[str]:  # such as "method: my_method.py:Rank"
-    """Return the keys of the code that settings name, also if its file cannot be found, but not this package's own."""
+    """Return the keys of `find_code` for the code that settings name, even if its file cannot be found.
+
+    Code of this package is left out.
+    """
     return [
         f"{setting}: {path}"
-        for setting, path, _ in _named_places(settings)
+        for setting, path, _ in _locate_named_code(settings)
         if not path.startswith("chunk_grpo.")
     ]
 
@@ -223,55 +226,55 @@ def code_keys(settings: Settings) -> list[str]:  # such as "method: my_method.py
 def code_hashes(
     settings: Settings,
 ) -> dict[str, str]:  # key of `find_code` -> sha256; empty without user code
-    """Hash the code that settings name; the hashes do not depend on the folder of the code."""
+    """Hash the code that settings name, wherever its files are."""
     return {key: code_file["sha256"] for key, code_file in find_code(settings).items()}
 
 
 def check_named_code(settings: Settings) -> None:
-    """Import the rewards that settings name as code and that run in this process; raise InputError if that fails."""
-    for setting, path, folders in _named_places(settings):
-        if setting in ("reward", "eval_rewards") and folders is None:
+    """Raise InputError unless the rewards that settings name as code and that run in this process can be imported."""
+    for setting, path, search_path in _locate_named_code(settings):
+        if setting in ("reward", "eval_rewards") and search_path is None:
             if not settings.reward_options.get(path, {}).get("worker"):
                 import_callable(path, setting)
 
 # %% ../../nbs/02_core/06_user_code.ipynb #207882e5
 def changed_code(
-    then: Mapping[str, CodeFile],  # of `find_code`, when the run began
-    now: Mapping[str, CodeFile],  # of `find_code`, now
+    recorded: Mapping[str, CodeFile],  # from `find_code` when the run began
+    current: Mapping[str, CodeFile],  # from `find_code` now
 ) -> tuple[str, str] | None:  # the setting that names the code, and what happened; None: no change
-    """Return the first difference between two records of code."""
-    for key, old_file in then.items():
+    """Describe the first difference between the code that a run began with and the current code."""
+    for key, old_file in recorded.items():
         name = old_file.get("file") or key.partition(": ")[2]
-        if key not in now:
+        if key not in current:
             return old_file["setting"], f"{name} can no longer be found"
-        if now[key]["sha256"] != old_file["sha256"]:
-            return old_file["setting"], f"{now[key]['file']} has changed since the run began"
-    for key, new_file in now.items():
-        if key not in then:
+        if current[key]["sha256"] != old_file["sha256"]:
+            return old_file["setting"], f"{current[key]['file']} has changed since the run began"
+    for key, new_file in current.items():
+        if key not in recorded:
             return new_file["setting"], f"{new_file['file']} was not used when the run began"
     return None
 
 
 def check_same_code(
-    note: Mapping,  # run.json; runs of earlier versions did not record their code
-    now: Mapping[str, CodeFile],  # of `find_code`
+    note: Mapping,  # content of run.json; earlier versions did not record their code in it
+    current: Mapping[str, CodeFile],  # from `find_code`
     run: Path,  # the run folder
 ) -> None:
-    """Raise InputError if a run would resume with other code than it began with."""
-    change = changed_code(note["code"], now) if "code" in note else None
+    """Raise InputError if the code has changed since the run began."""
+    change = changed_code(note["code"], current) if "code" in note else None
     if change:
-        setting, what = change
+        setting, description = change
         raise InputError(
-            f"`{setting}` must be the same code when a run is resumed; {what}; the original is "
+            f"`{setting}` must be the same code when a run is resumed; {description}; the original is "
             f"in {run / 'code'}"
         )
 
 
-def assign_copies(
-    code: Mapping[str, CodeFile],  # of `find_code`
-) -> dict[str, CodeFile]:  # the same, with `copy`
-    """Give each code file the path of a copy in the folder code/ of a run, all of them different."""
-    out: dict[str, CodeFile] = {}
+def assign_copy_paths(
+    code: Mapping[str, CodeFile],  # from `find_code`
+) -> dict[str, CodeFile]:  # the same, with the field `copy`
+    """Choose a path in the code/ folder of a run for a copy of each code file; different files get different paths."""
+    with_copies: dict[str, CodeFile] = {}
     copies: dict[str, str] = {}  # file -> its copy
     for key, code_file in code.items():
         file = code_file["file"]
@@ -283,17 +286,17 @@ def assign_copies(
                 name = f"{Path(file).stem}-{number}{Path(file).suffix}"
                 number += 1
             copies[file] = f"code/{name}"
-        out[key] = {**code_file, "copy": copies[file]}
-    return out
+        with_copies[key] = {**code_file, "copy": copies[file]}
+    return with_copies
 
 
 def copy_code(
-    code: Mapping[str, CodeFile],  # of `assign_copies`
+    code: Mapping[str, CodeFile],  # from `assign_copy_paths`
     run: Path,  # the run folder, which gets the folder code/
 ) -> None:
     """Copy code files into a run folder.
 
-    Called after run.json has named them, so that a run that is killed on the way can be resumed.
+    It is called after run.json has recorded their paths, so that a run that is killed in between can be resumed.
     """
     remove_abandoned(run / "code")
     copies = {entry["file"]: entry["copy"] for entry in code.values() if "copy" in entry}

@@ -32,33 +32,36 @@ def _check_names(names: tuple[str, ...]) -> tuple[str, ...]:
 Names = Annotated[tuple[str, ...], Strict(False), AfterValidator(_check_names)]
 
 # %% ../../nbs/02_core/00_validation.ipynb #10813564
-_LARGEST = {int: 1_000_000, float: 1e30}
+_DEFAULT_UPPER_LIMITS = {int: 1_000_000, float: 1e30}
 
 
 def setting(
-    default: Any,  # the value if none is given
-    unit: str,  # of the value; "" if it has none
-    source: str,  # of the default
+    default: Any,  # the value if the user sets none
+    unit: str,  # unit of the value; "" if it has none
+    source: str,  # where the default comes from, such as a table of the paper
     meaning: str,  # one sentence for tables and reports
-    takes: str = "",  # what it takes, in words; empty: derived from type and limits
-    **limits: Any,  # pydantic's: ge, gt, le, lt, multiple_of, min_length
+    takes: str = "",  # the allowed values in words; empty: derived from type and limits
+    **limits: Any,  # passed to pydantic: ge, gt, le, lt, multiple_of, min_length
 ) -> Any:
-    """Return a pydantic field with a default, its unit and source, a meaning and limits."""
+    """Create a pydantic field that also stores its unit, its meaning and the source of its default.
+
+    A number gets an upper limit even if `limits` has none.
+    """
     extra: dict[str, Any] = {"unit": unit, "source": source}
     if takes:
         extra["takes"] = takes
     if type(default) in (int, float) and "lt" not in limits:
-        limits = {"le": _LARGEST[type(default)]} | limits
+        limits = {"le": _DEFAULT_UPPER_LIMITS[type(default)]} | limits
     return Field(default, description=meaning, json_schema_extra=extra, **limits)
 
 # %% ../../nbs/02_core/00_validation.ipynb #6ba6bf8a
-_TYPES = {
+_TYPE_DESCRIPTIONS = {
     int: "a whole number",
     float: "a number",
     bool: "true or false",
     str: "text that is not empty",
 }
-_LIMITS = {
+_LIMIT_PHRASES = {
     "ge": "of at least",
     "gt": "above",
     "le": "at most",
@@ -68,28 +71,31 @@ _LIMITS = {
 
 
 def describe_field(
-    model: type[BaseModel],  # such as Settings
-    name: str,  # of the field
+    model: type[BaseModel],  # the class that has the field, such as Settings
+    name: str,  # name of the field
 ) -> str:  # such as "a number above 0 and at most 1"
-    """Return what a field allows, in words."""
+    """Describe in words which values a field allows."""
     field = model.model_fields[name]
     extra: Any = field.json_schema_extra or {}
-    kind = typing.get_origin(field.annotation)
-    if extra.get("takes") or kind is tuple:
+    origin = typing.get_origin(field.annotation)
+    if extra.get("takes") or origin is tuple:
         return extra.get("takes") or "a list of names"
-    if kind is Literal:
+    if origin is Literal:
         return f"one of {', '.join(typing.get_args(field.annotation))}"
     limits = []
     for limit in field.metadata:
-        for key, words in _LIMITS.items():
-            # The limits that every number has are not worth a word.
-            if hasattr(limit, key) and getattr(limit, key) not in _LARGEST.values():
-                limits.append(f"{words} {getattr(limit, key)}")
-    return " ".join([_TYPES[field.annotation], " and ".join(limits)]).strip()
+        for key, phrase in _LIMIT_PHRASES.items():
+            # Leave out the upper limits that every number has.
+            if hasattr(limit, key) and getattr(limit, key) not in _DEFAULT_UPPER_LIMITS.values():
+                limits.append(f"{phrase} {getattr(limit, key)}")
+    return " ".join([_TYPE_DESCRIPTIONS[field.annotation], " and ".join(limits)]).strip()
 
 # %% ../../nbs/02_core/00_validation.ipynb #afe36e04
 def format_value(value: Any) -> str:
-    """Return a value in words, at most 80 characters: texts quoted, true and false as in YAML, None as "nothing"."""
+    """Format a value for an error message, in at most 80 characters.
+
+    Strings are quoted, booleans are written as in YAML, and None becomes "nothing".
+    """
     if value is None or isinstance(value, bool):
         return {True: "true", False: "false", None: "nothing"}[value]
     if isinstance(value, int) and abs(value) >= 10**20:
@@ -99,10 +105,13 @@ def format_value(value: Any) -> str:
 
 # %% ../../nbs/02_core/00_validation.ipynb #c023946c
 def validation_message(
-    error: ValidationError,  # of pydantic
-    model: type[BaseModel] | None = None,  # describes the fields; None: use pydantic's words
+    error: ValidationError,  # raised by pydantic
+    model: type[BaseModel] | None = None,  # describes the fields; None: use pydantic's wording
 ) -> str:
-    """Return the first problem as one sentence: the field, its value, and what is allowed."""
+    """Describe the first problem of an error in one sentence: the field, its value, and what is allowed.
+
+    An unknown field is reported before any other problem.
+    """
     problems: list[Any] = error.errors(include_url=False)
     first = problems[0]
     for problem in problems:
@@ -110,20 +119,20 @@ def validation_message(
             first = problem
             break
     value = format_value(first["input"])
-    raised = ""  # what our own rules said
+    rule_message = ""  # what one of our own rules raised
     if first["type"] == "value_error":
-        raised = str(first["ctx"]["error"])
+        rule_message = str(first["ctx"]["error"])
     if not first["loc"]:
-        return raised or f"the settings must be a mapping; got {value}"
+        return rule_message or f"the settings must be a mapping; got {value}"
     name = str(first["loc"][0]) if model else ".".join(map(str, first["loc"]))
 
     if model and name not in model.model_fields:
         if name == "lr":
-            near = ["learning_rate"]
+            similar_names = ["learning_rate"]
         else:
-            near = difflib.get_close_matches(name[:60], model.model_fields, 1, 0.5)
-        if near:
-            hint = f"did you mean `{near[0]}`?"
+            similar_names = difflib.get_close_matches(name[:60], model.model_fields, 1, 0.5)
+        if similar_names:
+            hint = f"did you mean `{similar_names[0]}`?"
         else:
             hint = f"allowed are {', '.join(model.model_fields)}"
         short_name = name if len(name) <= 60 else name[:57] + "..."
@@ -131,20 +140,20 @@ def validation_message(
 
     if first["type"] == "missing":
         return f"`{name}` is missing"
-    words = re.sub(r"^\w+ should ", "", first["msg"])
-    if model and not raised:
-        words = "be " + describe_field(model, name)
+    requirement = re.sub(r"^\w+ should ", "", first["msg"])
+    if model and not rule_message:
+        requirement = "be " + describe_field(model, name)
         # The description leaves out the limit that every number has: if it is exceeded, add it.
-        if first["type"] == "less_than_equal" and "at most" not in words:
-            joint = " and" if "above" in words or "at least" in words else ""
-            words += f"{joint} at most {first['ctx']['le']}"
-    return f"`{name}` must {raised or words}; got {value}"
+        if first["type"] == "less_than_equal" and "at most" not in requirement:
+            conjunction = " and" if "above" in requirement or "at least" in requirement else ""
+            requirement += f"{conjunction} at most {first['ctx']['le']}"
+    return f"`{name}` must {rule_message or requirement}; got {value}"
 
 # %% ../../nbs/02_core/00_validation.ipynb #a7fbd880
 _LONGEST_YAML = 200_000  # characters
-_DEEPEST_YAML = 20  # lists and mappings within each other
-# Unlike YAML 1.1, these exclude 010, which would be 8, and 1:30, which would be 90, and include 1e-3.
-_NUMBERS = {
+_DEEPEST_YAML = 20  # levels of nested lists and mappings
+# Unlike those of YAML 1.1, they exclude 010 (which would be 8) and 1:30 (90), and include 1e-3.
+_NUMBER_PATTERNS = {
     "tag:yaml.org,2002:int": re.compile(r"[-+]?(?:0|[1-9][0-9_]*|0x[0-9a-fA-F_]+)$"),
     "tag:yaml.org,2002:float": re.compile(
         r"[-+]?(?:(?:[0-9][0-9_]*)?\.[0-9_]+|[0-9][0-9_]*\.|[0-9]+(?=[eE]))"
@@ -154,13 +163,13 @@ _NUMBERS = {
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """A YAML loader that rejects aliases, tags, deep nesting and a key written twice."""
+    """A YAML loader that rejects aliases, tags, deep nesting and repeated keys."""
 
     depth = 0
-    # First character of a scalar -> rules for its type, without those for dates and merge keys.
+    # First character of a scalar -> rules for its type, except those for dates and merge keys.
     yaml_implicit_resolvers = {
         sign: [
-            (tag, _NUMBERS.get(tag, rule))
+            (tag, _NUMBER_PATTERNS.get(tag, rule))
             for tag, rule in rules
             if not tag.endswith((":timestamp", ":merge", ":value"))
         ]
@@ -169,8 +178,8 @@ class _StrictLoader(yaml.SafeLoader):
 
     def compose_node(
         self,
-        parent: yaml.Node | None,  # the node around it
-        index: Any,  # its place in that node
+        parent: yaml.Node | None,  # the node that contains it
+        index: Any,  # its key or position in that node
     ) -> yaml.Node | None:
         """Compose the next node; raise InputError if it is an alias, has a tag or is nested too deeply."""
         event = self.peek_event()
@@ -179,9 +188,9 @@ class _StrictLoader(yaml.SafeLoader):
             "a tag": getattr(event, "tag", None) is not None,
             f"more than {_DEEPEST_YAML} levels": self.depth >= _DEEPEST_YAML,
         }
-        for words, is_present in problems.items():
+        for problem, is_present in problems.items():
             if is_present:
-                raise InputError(f"line {event.start_mark.line + 1} has {words}")
+                raise InputError(f"line {event.start_mark.line + 1} has {problem}")
         self.depth += 1
         node = super().compose_node(parent, index)
         self.depth -= 1
@@ -189,10 +198,10 @@ class _StrictLoader(yaml.SafeLoader):
 
     def construct_mapping(
         self,
-        node: yaml.MappingNode,  # of the mapping
-        deep: bool = False,  # of PyYAML's signature; nested values are always constructed
+        node: yaml.MappingNode,  # the node of the mapping
+        deep: bool = False,  # ignored, since nested values are always constructed; PyYAML passes it
     ) -> dict:
-        """Construct a mapping; raise InputError if a key occurs twice."""
+        """Construct the dictionary of a mapping; raise InputError if a key occurs twice."""
         values = super().construct_mapping(node, deep=True)
         if len(values) < len(node.value):
             seen = set()
@@ -207,10 +216,10 @@ class _StrictLoader(yaml.SafeLoader):
 
 # %% ../../nbs/02_core/00_validation.ipynb #4b4ba600
 def parse_yaml(
-    text: str,  # YAML
-    where: str,  # where the text comes from, for the message
+    text: str,  # YAML text
+    where: str,  # where the text comes from, for the error message
 ) -> Any:
-    """Return the value of a YAML text; raise InputError with one sentence if it is not plain YAML."""
+    """Parse YAML and return its value; raise InputError if it is not plain YAML."""
     if len(text) > _LONGEST_YAML:
         raise InputError(f"{where} must have at most {_LONGEST_YAML} characters; got {len(text)}")
     try:
@@ -227,33 +236,33 @@ def parse_yaml(
 
 # %% ../../nbs/02_core/00_validation.ipynb #15003cb9
 def read_yaml_file(
-    path: Path,  # of the file
-    what: str = "the file",  # what the message calls it
+    path: Path,  # path of the YAML file
+    description: str = "the file",  # what the error message calls the file
 ) -> dict:
-    """Read the lines `name: value` of a YAML file.
+    """Read a YAML file of lines `name: value` and return its dictionary.
 
-    Raises InputError if the file is not text, is not YAML, or does not hold a mapping.
+    Raises InputError if the file cannot be read as text, is not plain YAML, or does not hold a mapping.
     """
     if path.exists() and not path.is_file():
-        raise InputError(f"{what} {path} must be readable text; it is not a regular file")
+        raise InputError(f"{description} {path} must be readable text; it is not a regular file")
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{what} {path} must be readable text; {error}") from None
-    values = parse_yaml(text, f"{what} {path}")
+        raise InputError(f"{description} {path} must be readable text; {error}") from None
+    values = parse_yaml(text, f"{description} {path}")
     if not isinstance(values, dict):
         raise InputError(
-            f"{what} {path} must hold lines `name: value`; it holds {format_value(values)}"
+            f"{description} {path} must hold lines `name: value`; it holds {format_value(values)}"
         )
     return values
 
 
 def dump_yaml(
-    content: dict,  # of values that JSON has too
-    width: int = 80,  # characters per line
-    flow: bool | None = None,  # write lists and mappings in one line; None: only the innermost
+    content: dict,  # its values must be of types that JSON has
+    width: int = 80,  # longest line, in characters
+    flow: bool | None = None,  # write lists and mappings on one line; None: only the innermost
 ) -> str:
-    """Return YAML that `parse_yaml` reads back as the same content, in its order."""
+    """Format a dictionary as YAML that `parse_yaml` reads back as the same content in the same order."""
     copies = json.loads(json.dumps(content))  # YAML would write shared lists as aliases
     return yaml.safe_dump(
         copies, sort_keys=False, allow_unicode=True, default_flow_style=flow, width=width

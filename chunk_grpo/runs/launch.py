@@ -64,16 +64,16 @@ from ..training.callbacks import Callback, as_callbacks, format_progress, load_c
 from ..training.trainer import train_run
 
 # %% ../../nbs/09_runs/01_launch.ipynb #6d2e8181
-def _exit_after_first(run: Path) -> None:
-    """End this process as soon as the first one, which holds the lock of the log, has ended."""
+def _exit_when_first_ends(run: Path) -> None:
+    """Exit as soon as the first process, which holds the lock of the log, has ended."""
     with open(run / "train.log", "rb") as log:
         fcntl.flock(log, fcntl.LOCK_SH)
         os._exit(128 + signal.SIGTERM)
 
 
-def _train_here(
+def _train_in_process(
     run: Path,  # the run folder
-    callbacks: Sequence[Callback | Callable | str],  # as for `train`
+    callbacks: Sequence[Callback | Callable | str],  # as in `train`
 ) -> None:
     """Train a run folder as the only process, or as one of several that torchrun started."""
     is_first = os.environ.get("RANK", "0") == "0"
@@ -97,23 +97,23 @@ def _train_here(
             )
 
     def on_sigterm() -> None:
-        """Make other processes than the first end after it: it may still wait for them, see `train_run`."""
+        """Make this process, unless it is the first, end after the first, which may still wait for it, see `train_run`."""
         if not is_first:
-            threading.Thread(target=_exit_after_first, args=[run], daemon=True).start()
+            threading.Thread(target=_exit_when_first_ends, args=[run], daemon=True).start()
 
     with (
         lock_log(run / "train.log") if is_first else contextlib.nullcontext() as log,
         raise_on_sigterm(on_sigterm),
     ):
 
-        def say(text: str) -> None:
-            """Write a line to the log, and show it if the user should see it at once."""
+        def write_line(text: str) -> None:
+            """Write a line to the log, and print it if the user should see it at once."""
             log.write(f"{text}\n".encode())
             log.flush()
             if text.startswith("warning: "):
-                _print(text, sys.stderr)
+                _print_line(text, sys.stderr)
             elif text.startswith("adapted layers: ") and print_progress in callbacks:
-                _print(text)
+                _print_line(text)
 
         try:
             if is_first:
@@ -124,7 +124,7 @@ def _train_here(
                     error=None,
                 )
                 callbacks = [*callbacks, Finish()]
-            train_run(read_run_settings(run, exact=True), run, as_callbacks(callbacks), say)
+            train_run(read_run_settings(run, exact=True), run, as_callbacks(callbacks), write_line)
         except Exception:
             # An error after the weights were written, such as a lost connection, does not fail the run.
             if not _is_finished(run):
@@ -134,7 +134,7 @@ def _train_here(
 
 
 def _is_finished(run: Path) -> bool:
-    """Return True if nothing is left to train."""
+    """Return True if a run is finished and has its final weights."""
     return (
         (run / "run.json").is_file()
         and read_run_info(run)["status"] == "finished"
@@ -142,25 +142,28 @@ def _is_finished(run: Path) -> bool:
     )
 
 
-def _print(
+def _print_line(
     text: str,  # one line
     stream: TextIO | None = None,  # None: stdout
 ) -> None:
-    """Print a line; a closed pipe or a full disk behind the stream does not stop the training."""
+    """Print a line; errors such as a closed pipe or a full disk are ignored, so that training goes on."""
     with contextlib.suppress(OSError, ValueError):
         print(text, file=stream or sys.stdout, flush=True)
 
 
 def print_progress(
-    line: dict,  # the metrics of an iteration
-    settings: Settings,  # of the run
+    line: dict,  # metrics of an iteration
+    settings: Settings,  # settings of the run
 ) -> None:
     """Print the progress of an iteration; a callback for `train`."""
-    _print(format_progress(line, settings.iterations))
+    _print_line(format_progress(line, settings.iterations))
 
 # %% ../../nbs/09_runs/01_launch.ipynb #281c660e
-def _explain(error: BaseException) -> tuple[int, str, str]:  # exit code, reason, traceback
-    """Translate an error of a run: code 2 is bad input, 130 or 143 an interrupt, anything else a crash."""
+def _explain_error(error: BaseException) -> tuple[int, str, str]:  # exit code, reason, traceback
+    """Translate an error into an exit code, a reason and, for a crash, the traceback.
+
+    Exit code 2 means bad input or a full disk, 130 or 143 an interrupt, and 1 a crash.
+    """
     text = "".join(traceback.format_exception(error))
     if isinstance(error, KeyboardInterrupt):
         return 130, "it was interrupted", ""
@@ -179,10 +182,13 @@ def _explain(error: BaseException) -> tuple[int, str, str]:  # exit code, reason
     return 1, f"{type(error).__name__}: {' '.join(str(error).split())}".removesuffix(": "), text
 
 # %% ../../nbs/09_runs/01_launch.ipynb #8c9b8c21
-def _explain_workers(
-    failures: Mapping[int, ProcessFailure],  # by rank
+def _explain_first_failure(
+    failures: Mapping[int, ProcessFailure],  # keyed by rank
 ) -> tuple[int, str, str]:  # exit code, reason, traceback
-    """Translate the error of the worker that failed first; workers that the agent ended do not count."""
+    """Translate the error of the worker that failed first into an exit code, a reason and a traceback.
+
+    Workers that the agent ended do not count.
+    """
 
     def failure_time(rank: int) -> float:
         """Return when a worker failed: 0 if it was killed, infinity if the agent ended it."""
@@ -200,10 +206,10 @@ def _explain_workers(
     return 1, f"rank {rank} {how}", ""
 
 
-def _work(
+def _run_worker(
     run: Path,  # the run folder
     parent: int,  # process id of the agent
-    names: Sequence[str],  # of callbacks
+    names: Sequence[str],  # names of callbacks
 ) -> int:  # exit code
     """Train as one of several processes, and write an error to the file that the agent reads."""
     die_with_parent(parent)()
@@ -211,12 +217,12 @@ def _work(
         torch.set_num_threads(1)  # as torchrun does it: processes share the cores
     is_first = os.environ["RANK"] == "0"
     try:
-        # Every process has the objects, and the first alone calls the functions.
-        named = [load_callback(name) for name in names]
-        callbacks = [one for one in named if is_first or isinstance(one, Callback)]
-        _train_here(run, [*([print_progress] if is_first else []), *callbacks])
+        # Every process has the callback objects, but only the first one calls functions.
+        loaded = [load_callback(name) for name in names]
+        callbacks = [callback for callback in loaded if is_first or isinstance(callback, Callback)]
+        _train_in_process(run, [*([print_progress] if is_first else []), *callbacks])
     except BaseException as error:
-        code, reason, text = _explain(error)
+        code, reason, text = _explain_error(error)
         if code not in (130, 143):
             report = json.dumps({"message": reason, "time": time.time(), "traceback": text})
             Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(report, encoding="utf-8")
@@ -224,22 +230,22 @@ def _work(
     return 0
 
 # %% ../../nbs/09_runs/01_launch.ipynb #la0c0002
-def _launch(
+def _launch_workers(
     run: Path,  # the run folder
-    log: str,  # name of its file that gets the workers' error output
-    processes: int,  # on each machine
-    nodes: int,  # machines
-    node_rank: int,  # number of this machine
+    log: str,  # name of the file in the folder that gets the workers' error output
+    processes: int,  # number of processes on each machine
+    nodes: int,  # number of machines
+    node_rank: int,  # index of this machine, from 0
     rendezvous: str,  # HOST:PORT of the first machine
-    max_restarts: int,  # after a failed process
-    callbacks: Sequence[str],  # their names
+    max_restarts: int,  # how often the processes are restarted after one fails
+    callbacks: Sequence[str],  # names of callbacks
 ) -> None:
-    """Train a run folder with torch's launcher, here or as one of several machines."""
+    """Train a run folder in several processes with torch's launcher, on this machine or as one of several."""
     handlers = {
-        x: signal.getsignal(x)
-        for x in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+        number: signal.getsignal(number)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
     }
-    # The launcher's log lines are silenced: the error raised below tells the same.
+    # The launcher's log lines are silenced, since the error raised below says the same.
     logger = logging.getLogger("torch.distributed.elastic")
     logger.propagate = False
     logger.handlers = [logging.NullHandler()]
@@ -251,7 +257,7 @@ def _launch(
             "rdzv_endpoint": rendezvous,
             "rdzv_configs": {"rank": node_rank, "timeout": 600},
         }
-    # The workers share the launcher's store. One of their own would need a second port, which another program
+    # The workers share the launcher's store. A store of their own would need a second port, which another program
     # may take before the first worker listens on it. But a shared store keeps old keys when workers restart.
     if max_restarts:
         os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
@@ -287,25 +293,25 @@ def _launch(
 
 # %% ../../nbs/09_runs/01_launch.ipynb #876c46bd
 def train_folder(
-    run: Path,  # the run's folder
-    callbacks: Sequence[Callback | Callable | str] = (),  # as for `train`
-    fresh: bool = False,  # remove the folder again if the run rejects its input
-    processes: int = 1,  # on each machine
-    nodes: int = 1,  # machines
-    node_rank: int = 0,  # number of this machine
+    run: Path,  # the run folder
+    callbacks: Sequence[Callback | Callable | str] = (),  # as in `train`
+    fresh: bool = False,  # roll the run back if it rejects its input before it writes metrics
+    processes: int = 1,  # number of processes on each machine
+    nodes: int = 1,  # number of machines
+    node_rank: int = 0,  # index of this machine, from 0
     rendezvous: str = "",  # HOST:PORT of the first machine
-    max_restarts: int = 0,  # after a failed process
+    max_restarts: int = 0,  # how often the processes are restarted after one fails
 ) -> None:
-    """Train a folder of `create_run` to its end and record how it ended.
+    """Train a folder that `create_run` made, and record how the run ended.
 
-    Raises InputError for bad input, TrainingFailed for a crash, and passes an interrupt on.
+    Raises InputError for bad input and TrainingFailed for a crash. An interrupt is raised unchanged.
     """
     log = f"train-{node_rank}.log" if node_rank else "train.log"
     try:
         if processes * nodes == 1:
-            _train_here(run, callbacks)
+            _train_in_process(run, callbacks)
         else:
-            _launch(
+            _launch_workers(
                 run,
                 log,
                 processes=processes,
@@ -317,7 +323,7 @@ def train_folder(
             )
     except BaseException as error:
         failures = error.failures if isinstance(error, errors.ChildFailedError) else None
-        code, reason, text = _explain_workers(failures) if failures else _explain(error)
+        code, reason, text = _explain_first_failure(failures) if failures else _explain_error(error)
         is_interrupt = code in (130, 143)
         if text:
             with open(file_of_run(run, log), "a", encoding="utf-8") as file:
@@ -330,7 +336,7 @@ def train_folder(
             update_run_json(run, status=status, error=reason)
         if is_interrupt or isinstance(error, InputError):
             raise
-        # A worker's own error is another process's, so the agent's error explains nothing.
+        # A worker's error arose in another process, so the agent's error is not its cause.
         cause = None if failures else error
         if code == 2:
             raise InputError(reason) from cause
@@ -365,7 +371,10 @@ def _roll_back(run: Path) -> None:
 
 # %% ../../nbs/09_runs/01_launch.ipynb #345199ae
 def check_launcher() -> None:
-    """Raise InputError if one process is to train, but the environment describes several or changes settings."""
+    """Raise InputError if environment variables describe several processes or change what is computed.
+
+    It is called for a run that a single process trains.
+    """
     check_environment()
     sizes = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
     ranks = ("RANK", "LOCAL_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "MV2_COMM_WORLD_RANK")
@@ -396,18 +405,18 @@ def train(
     settings: Settings | str | Path | Mapping,  # settings, or what `load_settings` takes
     out: str | Path | None = None,  # the run folder; None: a new one under runs/
     resume: bool | Literal["auto"] = False,  # resume the run in that folder; auto: if there is one
-    processes: int = 1,  # on each machine
-    # a function gets each line and the settings; "file.py:name" works with several processes too
+    processes: int = 1,  # number of processes on each machine
+    # a function gets each line of metrics and the settings; "file.py:name" works with several processes too
     callbacks: Sequence[Callback | Callable | str] = (),
-    nodes: int = 1,  # machines
-    node_rank: int = 0,  # number of this machine
+    nodes: int = 1,  # number of machines
+    node_rank: int = 0,  # index of this machine, from 0
     rendezvous: str = "",  # HOST:PORT of the first machine
-    max_restarts: int = 0,  # after a failure of one of several processes
-    on_made: Callable[[Path], object] | None = None,  # called when the run folder exists
+    max_restarts: int = 0,  # how often several processes are restarted after one fails
+    on_made: Callable[[Path], object] | None = None,  # called with the run folder once it exists
 ) -> Path:  # the folder of the finished run
-    """Train in this process, or in several, and return the run folder.
+    """Train a run in this process, or in several, and return the run folder.
 
-    Raises InputError for bad input, TrainingFailed for a crash.
+    Raises InputError for bad input and TrainingFailed for a crash.
     """
     settings = settings if isinstance(settings, Settings) else load_settings(settings)
     total = processes * nodes
@@ -428,19 +437,19 @@ def train(
         )
     if total == 1:
         check_launcher()
-    elif objects := [one for one in callbacks if not isinstance(one, str)]:
+    elif objects := [callback for callback in callbacks if not isinstance(callback, str)]:
         raise InputError(
             "`callbacks` must be names such as file.py:name with several processes, each of which creates its own; "
             f"got {objects[0]!r:.80}"
         )
     for name in callbacks:
         if isinstance(name, str):
-            load_callback(name)  # what cannot be imported is reported before a folder is made
+            load_callback(name)  # report what cannot be imported before a folder is created
     if nodes > 1 and out is None:
         raise InputError("`out` must name the folder that all machines share; got nothing")
     if resume == "auto":
         resume = holds_run(out)
-    # The first machine makes the folder; the others only check what they can.
+    # The first machine creates the folder; the others only check what they can.
     if not node_rank:
         run = create_run(settings=settings, out=out, resume=resume, processes=total, nodes=nodes)
         if on_made:
@@ -465,4 +474,4 @@ def train(
 
 
 if __name__ == "__main__" and "__file__" in globals():  # a worker of torchrun
-    sys.exit(_work(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]))
+    sys.exit(_run_worker(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]))

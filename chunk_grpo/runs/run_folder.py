@@ -66,7 +66,7 @@ from chunk_grpo.core.user_code import (
     code_keys,
     copy_code,
     find_code,
-    assign_copies,
+    assign_copy_paths,
 )
 from chunk_grpo.models.inputs import (
     absolute_inputs,
@@ -81,7 +81,7 @@ def file_of_run(
     run: str | Path,  # the run folder
     name: str,  # path of a file, relative to the folder
 ) -> Path:
-    """Return the path of a file in a run folder; raise InputError if it or a link leads outside of the folder."""
+    """Return the path of a file in a run folder; raise InputError if the name or a link leads out of the folder."""
     path = Path(run) / name
     if not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(run)):
         raise InputError(f"the run must hold its own files; {name!r} of {run} lies outside of it")
@@ -89,7 +89,7 @@ def file_of_run(
 
 # %% ../../nbs/09_runs/00_run_folder.ipynb #b01f5a86
 def find_run(path: str | Path) -> Path:
-    """Return the path of a run folder; raise InputError if the folder holds no run."""
+    """Check that a folder holds a run and return its path; raise InputError if it does not."""
     if not file_of_run(path, "run.json").is_file():
         raise InputError(f"the run must be a folder with a run.json; {str(path)!r} has none")
     return Path(path)
@@ -111,90 +111,93 @@ def read_run_info(
 ) -> dict:
     """Return the content of run.json, with the current status.
 
-    The status is created, running, finished or failed, or interrupted if it says running but the process is gone.
+    The status is created, running, finished, failed or interrupted. It is interrupted if the file says running but no
+    process is training the run.
     """
-    note = read_json(find_run(run) / "run.json", RunInfo, ("status", *needed))
+    run_info = read_json(find_run(run) / "run.json", RunInfo, ("status", *needed))
     is_interrupted = (
-        note["status"] == "running"
+        run_info["status"] == "running"
         and file_of_run(run, "train.log").is_file()
         and not is_training(run)
     )
     if is_interrupted:
-        return note | {"status": "interrupted"}
-    return note
+        return run_info | {"status": "interrupted"}
+    return run_info
 
 
 def update_run_json(
     run: Path,  # the run folder
     **changes: Any,  # fields and their new values
 ) -> None:
-    """Change fields of run.json."""
+    """Change some fields of run.json and keep the others."""
     write_json(Path(run) / "run.json", read_json(Path(run) / "run.json") | changes)
 
 # %% ../../nbs/09_runs/00_run_folder.ipynb #465eddf7
 def read_run_settings(
     run: str | Path,  # the run folder
-    exact: bool = False,  # reject settings that only another version knows
+    exact: bool = False,  # raise an error for settings that only another version knows
 ) -> Settings:
     """Read the settings of a run.
 
     Settings that only another version of the package knows are left out with a warning, unless `exact` is set. Raises
     InputError if the settings are not valid.
     """
-    note = read_json(find_run(run) / "run.json", RunInfo, ("settings",))
-    # Without a version, unknown settings are damage and not another version's.
-    version = note.get("versions", {}).get("chunk_grpo", "")
-    run_text = f"{run}, made by chunk_grpo {version or 'of an unnamed version'}"
+    run_info = read_json(find_run(run) / "run.json", RunInfo, ("settings",))
+    # Without a recorded version, unknown settings mean that the file is damaged.
+    version = run_info.get("versions", {}).get("chunk_grpo", "")
+    run_description = f"{run}, made by chunk_grpo {version or 'of an unnamed version'}"
     keep_all = exact or not version
     known = {
         name: value
-        for name, value in note["settings"].items()
+        for name, value in run_info["settings"].items()
         if keep_all or name in Settings.model_fields
     }
-    unknown = [name for name in note["settings"] if name not in known]
+    unknown = [name for name in run_info["settings"] if name not in known]
     if unknown:
         warnings.warn(
-            f"version {__version__} does not have these settings of the run {run_text} and ignores "
+            f"version {__version__} does not have these settings of the run {run_description} and ignores "
             f"them: {', '.join(unknown):.200}",
             stacklevel=1,
         )
     try:
         return load_settings(known)
     except InputError as error:
-        raise InputError(f"the settings of the run {run_text}, cannot be used: {error}") from None
+        raise InputError(
+            f"the settings of the run {run_description}, cannot be used: {error}"
+        ) from None
 
 
 def read_metrics_lines(run: str | Path) -> list[dict]:
-    """Read the lines of metrics, iteration 0 first; for a run in progress, those written so far.
+    """Read the metrics of a run, one dictionary per iteration, starting with iteration 0.
 
-    Raises InputError for a damaged line.
+    For a run in progress these are the lines written so far. Raises InputError if a line is damaged.
     """
     file = file_of_run(run, "metrics.jsonl")
     lines = read_json_lines(file, MetricsLine)
-    for i, line in enumerate(lines, 1):
-        for name, x in line.items():
+    for number, line in enumerate(lines, 1):
+        for name, value in line.items():
             # A method's own metrics may be anything, but scores must be numbers.
             is_score = name.startswith(("reward_", "eval_"))
-            if is_score and not isinstance(x, (int, float, type(None))):
+            if is_score and not isinstance(value, (int, float, type(None))):
                 raise InputError(
-                    f"run: line {i} of {file} is damaged: `{name}` must be a number; got {str(x)[:40]!r}"
+                    f"run: line {number} of {file} is damaged: `{name}` must be a number; got {str(value)[:40]!r}"
                 )
     return lines
 
 
 @checked(run=path())
 def read_metrics(run: str | Path) -> pd.DataFrame:
-    """Read the metrics as a table, one row per iteration."""
+    """Read the metrics of a run as a table, one row per iteration."""
     rows = []
     for line in read_metrics_lines(run):
         seconds = line.get("seconds") or {}
-        rows.append(line | {f"seconds_{name}": x for name, x in seconds.items()})
+        rows.append(line | {f"seconds_{phase}": value for phase, value in seconds.items()})
     table = pd.DataFrame(rows, columns=None if rows else ["iteration"])
     return table.drop(columns="seconds", errors="ignore")
 
 # %% ../../nbs/09_runs/00_run_folder.ipynb #2cd1bad8
 def read_run_profile(run: str | Path) -> dict | None:
-    """Read the profile of the base that the run measured; return None before the first iteration."""
+    """Read the profile of the base model that the run measured; return None before the first iteration."""
     file = file_of_run(run, "profile.json")
     return read_json(file, RunProfile) if file.is_file() else None
 
@@ -214,9 +217,9 @@ def read_evaluation_records(run: str | Path) -> list[dict]:
 
 # %% ../../nbs/09_runs/00_run_folder.ipynb #a3f482c7
 def next_run_folder(name: str) -> Path:
-    """Return the first run folder of a name that does not exist yet in the working directory.
+    """Return the first numbered run folder for a name that does not exist yet.
 
-    For `pocket-demo` it is runs/pocket-demo-001 or a later number.
+    For `pocket-demo` it is runs/pocket-demo-001 in the working directory, or a later number.
     """
     folders = (Path("runs") / f"{name}-{i:03d}" for i in itertools.count(1))
     return next(folder for folder in folders if not folder.exists())
@@ -224,9 +227,9 @@ def next_run_folder(name: str) -> Path:
 # %% ../../nbs/09_runs/00_run_folder.ipynb #f413f44a
 def check_new_folder(
     out: Path,  # the folder
-    run: bool = False,  # for a run: the remains of a killed run are allowed
+    run: bool = False,  # whether it is for a run; then the remains of a killed one are allowed
 ) -> None:
-    """Raise InputError if a new run would spoil files in the folder, or if the folder is not writable."""
+    """Raise InputError unless the folder is new or empty and can be written to."""
     if (out / "run.json").is_file():
         raise InputError(f"`out` must be a new folder; {out} holds a run, which can be resumed")
     if out.exists() and not out.is_dir():
@@ -240,35 +243,39 @@ def check_new_folder(
     check_writable(out)
 
 # %% ../../nbs/09_runs/00_run_folder.ipynb #aea5d2a6
-def _code_now(run: str | Path) -> dict:
-    """Hash the code that a run names as it is now, and list the folders of its rewards' environments.
+def _hash_current_code(
+    run: str | Path,
+) -> dict:  # keyed as in `find_code`, and by "environment: REWARD"
+    """Hash the current code that a run names, and list the folders of reward environments given by a relative path.
 
-    Returns an empty dictionary if the settings cannot be read, since then nothing can be run.
+    Returns an empty dictionary if the settings cannot be read, since then nothing can be executed.
     """
-    # Whoever reads the run warns about settings of another version; here the warning would be repeated.
+    # Do not repeat the warning about settings of another version, which other readers of the run give.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             settings = read_run_settings(run)
         except InputError:
             return {}
-    out: dict = dict.fromkeys(code_keys(settings), "not found") | code_hashes(settings)
+    code: dict = dict.fromkeys(code_keys(settings), "not found") | code_hashes(settings)
     for name, options in settings.reward_options.items():
-        place = options.get("environment")
+        environment = options.get("environment")
+        if not isinstance(environment, str) or os.sep not in environment:
+            continue
         # A relative path depends on the working folder.
-        if isinstance(place, str) and os.sep in place and not os.path.isabs(place):
-            out[f"environment: {name}"] = os.path.realpath(Path(place).expanduser())
-    return out
+        if not os.path.isabs(environment):
+            code[f"environment: {name}"] = os.path.realpath(Path(environment).expanduser())
+    return code
 
 
-def _own_run_lines(run: str | Path) -> list[str]:
-    """Return the lines of the record of own runs that belong to this run.
+def _identifying_lines(run: str | Path) -> list[str]:
+    """Build the lines that identify a run in the record of the user's own runs.
 
-    The first line identifies the settings without the content of the code; the last one, which may be the same, includes
+    The first line hashes the settings without the content of the code; the last one, which may be the same, includes
     the code.
     """
-    note = read_json(find_run(run) / "run.json")
-    # what an evaluation would load or run
+    run_info = read_json(find_run(run) / "run.json")
+    # These settings name what an evaluation would load or execute.
     names = (
         "model",
         "prompts",
@@ -281,27 +288,27 @@ def _own_run_lines(run: str | Path) -> list[str]:
         "chunks",
         "surrogate",
     )
-    values = [note["settings"].get(name) for name in names]
+    values = [run_info["settings"].get(name) for name in names]
     contents = [values]
-    code = _code_now(run)
+    code = _hash_current_code(run)
     if code:
         contents.append([*values, code])
     lines = []
     for content in contents:
         digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-        lines.append(f"{note.get('run_id')} {digest}")
+        lines.append(f"{run_info.get('run_id')} {digest}")
     return lines
 
 
 def run_origin(run: str | Path) -> str:
-    """Return whether a run was made on this machine by this user: "own", "edited" or "foreign".
+    """Tell whether this user created a run on this machine: "own", "edited" or "foreign".
 
-    An "own" run has the same rewards, prompts, model and code as when it was made. An "edited" run names the same, but
-    its code has changed.
+    An "own" run has the same rewards, prompts, model and code as when it was created. An "edited" run still names the
+    same, but its code has changed. Any other run is "foreign".
     """
     file = prompt_cache_folder() / "own-runs.txt"
     known = file.read_text(errors="replace").splitlines() if file.is_file() else []
-    lines = _own_run_lines(run)
+    lines = _identifying_lines(run)
     if lines[-1] in known:
         return "own"
     return "edited" if lines[0] in known else "foreign"
@@ -309,29 +316,29 @@ def run_origin(run: str | Path) -> str:
 
 def is_own_run(
     run: str | Path,  # the run folder
-    remember: bool = False,  # record that the run was made here
+    remember: bool = False,  # record the run as own if it is not, and return True
 ) -> bool:
-    """Return True if a run was made on this machine by this user, with the same rewards, prompts, model and code."""
+    """Return True if this user created a run on this machine, with the same rewards, prompts, model and code."""
     if run_origin(run) == "own":
         return True
     if remember:
         file = prompt_cache_folder() / "own-runs.txt"
         file.parent.mkdir(parents=True, exist_ok=True)
         with open(file, "a", encoding="utf-8") as handle:
-            handle.writelines(f"{line}\n" for line in _own_run_lines(run))
+            handle.writelines(f"{line}\n" for line in _identifying_lines(run))
     return remember
 
 # %% ../../nbs/09_runs/00_run_folder.ipynb #trust-code
 def check_trust(
     run: str | Path,  # the run folder
-    trust: bool = False,  # the user has looked at what the run names
-    changed: Collection[str] = (),  # names of settings that the user gives, in place of the run's
-    doing: str = "evaluating",  # what is done to the run, for the error message
-    rewards_too: bool = True,  # whether its rewards are loaded
+    trust: bool = False,  # whether the user trusts what the run names
+    changed: Collection[str] = (),  # names of settings that the user replaces
+    doing: str = "evaluating",  # what the caller does with the run, for the error message
+    rewards_too: bool = True,  # whether the rewards of the run are loaded
 ) -> None:
-    """Raise InputError if the run would load or run anything that the user has not trusted.
+    """Raise InputError if the run would load or execute anything that the user does not trust.
 
-    That concerns runs from elsewhere, and runs whose code was edited.
+    This affects runs from elsewhere, and runs whose code was edited.
     """
     raw = read_json(find_run(run) / "run.json", RunInfo, ("settings",))["settings"]
     for field in ("family", "method", "chunks", "surrogate"):
@@ -349,9 +356,9 @@ def check_trust(
             _check_edited_code(run, settings, rewards_too)
         return
     if trust:
-        _check_modules_elsewhere(settings)
+        _check_modules_outside_working_folder(settings)
         return
-    untrusted = _untrusted_names(settings, changed, rewards_too)
+    untrusted = _describe_untrusted(settings, changed, rewards_too)
     if untrusted:
         advice = ", or give other rewards" if rewards_too else ""
         raise InputError(
@@ -363,10 +370,10 @@ def check_trust(
 
 def _check_edited_code(
     run: str | Path,  # the run folder
-    settings: Settings,  # of the run
-    rewards_too: bool,  # whether its rewards are loaded
+    settings: Settings,  # settings of the run
+    rewards_too: bool,  # whether the rewards of the run are loaded
 ) -> None:
-    """Raise InputError if code that would be loaded is not the code that the run was trained with."""
+    """Raise InputError if the code that would be loaded differs from the code that the run was trained with."""
     records = [read_run_info(run).get("code", {}), find_code(settings)]
     if not rewards_too:  # rewards are not loaded, so their code does not matter
         loaded = ("family", "method", "chunks", "surrogate")
@@ -388,8 +395,10 @@ def _check_edited_code(
     )
 
 
-def _check_modules_elsewhere(settings: Settings) -> None:  # s: of a trusted run from elsewhere
-    """Raise InputError if the run names a module that only the working folder has."""
+def _check_modules_outside_working_folder(
+    settings: Settings,  # settings of a trusted run from elsewhere
+) -> None:
+    """Raise InputError if a run names a module that only the working folder has."""
     for name in named_code(settings):
         module = name.rpartition(":")[0]
         if module.endswith(".py"):
@@ -401,13 +410,13 @@ def _check_modules_elsewhere(settings: Settings) -> None:  # s: of a trusted run
             )
 
 
-def _untrusted_names(
-    settings: Settings,  # of a run from elsewhere
-    changed: Collection[str],  # names of settings that the user gives, in place of the run's
-    rewards_too: bool,  # whether its rewards are loaded
+def _describe_untrusted(
+    settings: Settings,  # settings of a run from elsewhere
+    changed: Collection[str],  # names of settings that the user replaces
+    rewards_too: bool,  # whether the rewards of the run are loaded
 ) -> list[str]:
-    """Describe the code, models and options that the run would load or run."""
-    # here, since diffusers takes seconds to import
+    """Describe the code, the model and the rewards with options that a run would load or execute."""
+    # imported here, since diffusers takes seconds to import
     from chunk_grpo.models.cost import known_model_configs
     from chunk_grpo.pocket import POCKET_MODELS
 
@@ -434,14 +443,17 @@ _INPUT_SETTINGS = ("model", "prompts", "eval_prompts", "reward_options", "lora_s
 
 def check_run_inputs(
     run: str | Path,  # the run folder
-    settings: Settings,  # of the command; an input that the command replaces is not compared
-    names: Sequence[str] = ("model", "eval_prompts"),  # settings to compare; also prompts
+    settings: Settings,  # settings of the command; inputs that it replaces are not compared
+    names: Sequence[str] = (
+        "model",
+        "eval_prompts",
+    ),  # inputs to compare; `prompts` is possible too
 ) -> None:
     """Raise InputError if the run's model or prompts are missing, or are not those that it was trained with."""
-    note = read_json(find_run(run) / "run.json", RunInfo, ("settings",))
-    recorded = {name: Settings.model_fields[name].default for name in names} | note["settings"]
+    run_info = read_json(find_run(run) / "run.json", RunInfo, ("settings",))
+    recorded = {name: Settings.model_fields[name].default for name in names} | run_info["settings"]
     unreplaced = [name for name in names if recorded[name] == getattr(settings, name)]
-    changed = find_changed_input(settings, note, unreplaced)
+    changed = find_changed_input(settings, run_info, unreplaced)
     if changed:
         raise InputError(
             f"`{changed}` must be what the run {run} was trained with; {getattr(settings, changed)} has changed since, or is "
@@ -450,7 +462,7 @@ def check_run_inputs(
 
 
 def has_final_weights(run: Path) -> bool:
-    """Return True if the run has its final trained weights."""
+    """Return True if the run folder has the final trained weights."""
     return any((Path(run) / "final").glob("*.safetensors"))
 
 
@@ -462,29 +474,30 @@ def holds_run(out: str | Path | None) -> bool:
 
 
 def create_run(
-    settings: Settings,  # of the run
-    out: str | Path | None = None,  # the folder; None: the next free runs/run-001
+    settings: Settings,  # settings of the run
+    out: str | Path | None = None,  # the folder; None: runs/run-001 or the next free number
     resume: bool = False,  # resume the run in the folder
-    processes: int = 1,  # that will train it
-    nodes: int = 1,  # machines
+    processes: int = 1,  # number of processes that will train it, over all machines
+    nodes: int = 1,  # number of machines
 ) -> Path:  # the run folder
     """Create a run folder, or prepare an existing one to be resumed.
 
-    Raises InputError if the settings, the inputs, the machine or the folder do not allow it; then nothing is written.
+    Raises InputError if the settings, the inputs, the machine or the folder do not allow it; in that case nothing is
+    written.
     """
 
     def read_previous() -> tuple[dict, bool]:
         """Return run.json of the run to resume, and whether nothing is left to train."""
         needed = ("settings", "status", "model_sha256", "prompts_sha256")
-        note = read_json(out / "run.json", RunInfo, needed)
-        old = load_settings(note["settings"])
+        run_info = read_json(out / "run.json", RunInfo, needed)
+        old = load_settings(run_info["settings"])
         check_resume(absolute_inputs(old), settings)
         done = (
-            note["status"] == "finished"
+            run_info["status"] == "finished"
             and settings.iterations <= old.iterations
             and has_final_weights(out)
         )
-        return note, done
+        return run_info, done
 
     if out is None and resume:
         raise InputError("`out` must name the run to resume; got nothing")
@@ -514,53 +527,55 @@ def create_run(
         load_method(settings)  # checks the settings of a user's method too
         check_disk_space(settings, out)
     hashes = content_hashes(settings)
-    start = None
+    start_adapter = None
     if settings.lora_start:
-        from chunk_grpo.models import adapters  # here, since it imports diffusers
+        from chunk_grpo.models import adapters  # imported here, since it imports diffusers
 
         if not (out / adapters.START_FOLDER).is_dir():
-            start = adapters.read_start_adapter(settings)
+            start_adapter = adapters.read_start_adapter(settings)
     if not done:
         check_forward(settings.model, settings)
     open_prompt_cache()
 
     is_new_folder = not out.exists()
     make_folders(out)
-    about = {"status": "created", "error": None, "nodes": nodes, "processes": processes}
+    launch_info = {"status": "created", "error": None, "nodes": nodes, "processes": processes}
     # Under the lock everything is checked again: another process may have made or trained the run meanwhile.
     with lock_log(out / "train.log", new=not resume):
         if resume:
-            note, done = read_previous()
-            # An older run has no records_sha256, nor has one whose prompts had no records.
+            run_info, done = read_previous()
+            # Older runs have no records_sha256, and neither have runs whose prompts had no records.
             changed = []
             for name in ("model_sha256", "prompts_sha256", "records_sha256"):
-                if name in note and hashes.get(name) != note[name]:
+                if name in run_info and hashes.get(name) != run_info[name]:
                     changed.append(name.removesuffix("_sha256"))
             if changed:
                 raise InputError(
                     f"`{changed[0]}` must be the same when a run is resumed; its files changed since the "
                     "run began"
                 )
-            check_same_code(note, code, out)
+            check_same_code(run_info, code, out)
             index = input_records(settings)["model_index"]
-            if note.get("inputs", {}).get("model_index", index) != index:
+            if run_info.get("inputs", {}).get("model_index", index) != index:
                 raise InputError(
                     "`model` must be the same when a run is resumed; its model_index.json changed since "
                     "the run began"
                 )
             # The inputs keep their recorded names, which the checkpoints of an older run have too.
             recorded = {
-                name: note["settings"][name] for name in _INPUT_SETTINGS if name in note["settings"]
+                name: run_info["settings"][name]
+                for name in _INPUT_SETTINGS
+                if name in run_info["settings"]
             }
             settings = settings.model_copy(update=recorded)
             if not done:
-                note |= about
+                run_info |= launch_info
             clean_run_folder(out)
         else:
             check_new_folder(out, run=True)
             remove_abandoned(out)
-            note = {
-                **about,
+            run_info = {
+                **launch_info,
                 "versions": library_versions(),
                 "git_commit": current_git_commit(),
                 **hashes,
@@ -572,13 +587,13 @@ def create_run(
                 "run_id": uuid.uuid4().hex,
                 "made_folder": is_new_folder,
             }
-        if code and "code" not in note:
-            note["code"] = assign_copies(code)
-        write_json(out / "run.json", note | {"settings": settings.model_dump(mode="json")})
+        if code and "code" not in run_info:
+            run_info["code"] = assign_copy_paths(code)
+        write_json(out / "run.json", run_info | {"settings": settings.model_dump(mode="json")})
         if code:
-            copy_code(note["code"], out)
-        if start:
-            adapters.save_adapter(start, out / adapters.START_FOLDER)
+            copy_code(run_info["code"], out)
+        if start_adapter:
+            adapters.save_adapter(start_adapter, out / adapters.START_FOLDER)
     record_packages(out)
     is_own_run(out, remember=True)
     return out
