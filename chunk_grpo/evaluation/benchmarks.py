@@ -33,7 +33,7 @@ from chunk_grpo.core.files import (
 )
 from . import detector, geneval, judged
 from chunk_grpo.evaluation.evaluate import (
-    changed_settings,
+    changed_setting_names,
     compare_arms,
     count_prompts,
     evaluation_settings,
@@ -422,7 +422,7 @@ def sample_benchmark(
 ) -> None:
     """Sample this process's share of the missing images, each written completely or not at all."""
     what = load_benchmark_task(*task)
-    check_trust(run, trust, changed_settings(changes))
+    check_trust(run, trust, changed_setting_names(changes))
     settings, arms = prepare_benchmark(run, what, out, changes)
     with drawing_threads(settings.threads):
         model = load_trained_policy(run, settings)
@@ -620,7 +620,7 @@ def run_benchmark(
     """
     what = load_benchmark_task(name, source, samples)
     settings = evaluation_settings(folder, changes)
-    check_trust(folder, trust, changed_settings(changes))
+    check_trust(folder, trust, changed_setting_names(changes))
     out = Path(folder) / "benchmarks" / what.name
     processes = processes or drawing_processes(folder)
     check_run_inputs(folder, settings, ("model",))
