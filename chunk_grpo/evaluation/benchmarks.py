@@ -174,7 +174,11 @@ class GenEvalTask(BenchmarkTask):
     def write_image(self, folder: Path, image: Image.Image, prompt: int, sample: int) -> None:
         """Write an image and the metadata of its prompt."""
         geneval.write_geneval_image(
-            folder=folder, prompt=prompt, sample=sample, record=self.records[prompt], image=image
+            folder=folder,
+            prompt_index=prompt,
+            image_index=sample,
+            record=self.records[prompt],
+            image=image,
         )
 
     def check_inputs(self, inputs: ScoringInputs) -> None:

@@ -381,7 +381,7 @@ def evaluation_settings(
 def changed_setting_names(
     changes: Mapping | Sequence[str],  # a mapping, or strings such as "eval_images=4"
 ) -> list[str]:
-    """Return the names of the settings that changes change."""
+    """Return the names of the settings in a mapping or list of changes."""
     return [text.partition("=")[0].strip() for text in changes]
 
 
