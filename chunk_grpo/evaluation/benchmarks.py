@@ -381,7 +381,10 @@ def _name_of_prompt_list(
     path: str,  # path of a user's prompt list
     column: str = "",  # column of the list that holds the prompts, if the user named one
 ) -> str:
-    """Name a benchmark with a user's prompt list after the file, but never like a benchmark with its own rules."""
+    """Build the name of a benchmark from the path of a user's prompt list.
+
+    A list whose file is named like one of the known benchmarks gets another name, because their rules do not apply to it.
+    """
     name = Path(path).stem.replace("pocket:", "pocket-")
     if name.lower() in ("geneval", *_SOURCE_DESCRIPTIONS):
         name += f"-{Path(path).suffix.lstrip('.') or 'list'}"

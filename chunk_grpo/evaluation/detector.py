@@ -21,8 +21,8 @@ from ..core.files import read_json
 
 # %% ../../nbs/10_evaluation/03_detector.ipynb #50bee796
 def load_detector(
-    name: str
-    | Path,  # a folder that tools/convert_detector.py wrote, or a folder or hub id of transformers
+    # a folder that tools/convert_detector.py wrote, or a folder or hub id of transformers
+    name: str | Path,
     device: str | torch.device = "cpu",  # device of the network
 ) -> tuple[torch.nn.Module, str]:  # the network, and its label for results
     """Load a detector, and build a label that states whether it is the official one.
@@ -60,12 +60,12 @@ def _resize_like_opencv(
 ) -> np.ndarray:  # (height, width, 3), uint8
     """Resize an image with bilinear interpolation, bit for bit as OpenCV does."""
 
-    def neighbours(old: int, new: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def neighbours(old_size: int, new_size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return the two old positions around each new one, clipped to the edge, and the weight of the second in 1/2048."""
-        centre = ((np.arange(new) + 0.5) * (old / new) - 0.5).astype(np.float32)
+        centre = ((np.arange(new_size) + 0.5) * (old_size / new_size) - 0.5).astype(np.float32)
         first = np.floor(centre).astype(int)
         share = np.rint((centre - first) * np.float32(2048)).astype(np.int32)
-        return first.clip(0, old - 1), (first + 1).clip(0, old - 1), share
+        return first.clip(0, old_size - 1), (first + 1).clip(0, old_size - 1), share
 
     left, right, share = neighbours(pixels.shape[1], width)
     share = share[None, :, None]
@@ -101,7 +101,7 @@ def _preprocess_image(
 # %% ../../nbs/10_evaluation/03_detector.ipynb #e37962c9
 @dataclass(frozen=True)
 class DetectedObject:
-    """Hold an object that a detector found in an image."""
+    """Represent an object that a detector found in an image."""
 
     label: int  # index of the class
     score: float  # 0 ... 1, a float32

@@ -28,7 +28,7 @@ from ..runs import run_folder
 from .run_images import AS_TRAINED_ARMS
 from chunk_grpo.evaluation.parts import (
     unfinished_evaluation_folder,
-    draw_share,
+    sample_share,
     evaluation_parts,
     replace_evaluation,
     evaluation_lock,
@@ -464,13 +464,13 @@ def evaluate(
             }
             share_out(
                 what="evaluation",
-                draw="chunk_grpo.evaluation.parts:draw_share",
+                draw="chunk_grpo.evaluation.parts:sample_share",
                 given=arguments,
                 count=count,
                 watch=watch,
             )
         elif missing:
-            draw_share(run, settings, arms, folder, watch=watch, trust=trust)
+            sample_share(run, settings, arms, folder, watch=watch, trust=trust)
 
         # Summarise all parts in order, and replace an older evaluation.
         records_of_part = read_parts(folder)

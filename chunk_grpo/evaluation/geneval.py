@@ -355,8 +355,8 @@ def summarise_geneval(
 def evaluate_geneval(
     images: Sequence[tuple[Path, Mapping]],  # per image: its file and its prompt's metadata
     out: str | Path,  # folder that gets results.jsonl and summary.json
-    detector: str
-    | Path,  # a folder that tools/convert_detector.py wrote, or a folder or hub id of transformers
+    # a folder that tools/convert_detector.py wrote, or a folder or hub id of transformers
+    detector: str | Path,
     clip: str | Path = GENEVAL_CLIP_ID,  # a folder or hub id of the colour classifier
     device: str | torch.device | None = None,  # None: the GPU if there is one
     say: Callable[[str], None] = lambda text: None,  # called with progress messages
@@ -407,9 +407,8 @@ class GenEvalReward:
     def __call__(
         self,
         images: Images,  # B images
-        prompts: Sequence[
-            str
-        ],  # one per image; not used, because the records hold all that is needed
+        # one per image; not used, because the records hold all that is needed
+        prompts: Sequence[str],
         records: Sequence[Mapping],  # GenEval's metadata of each image's prompt
     ) -> list[float]:  # one per image
         """Score each image by its record: 1 if it is right and 0 if not, or the share of clauses that are met.

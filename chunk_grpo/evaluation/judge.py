@@ -104,7 +104,7 @@ class Judge:
 # %% ../../nbs/10_evaluation/05_judge.ipynb #ff8fe81b
 @dataclass(frozen=True)
 class ImageQuestion:
-    """Hold a question to the judge about an image."""
+    """Represent a question to the judge about an image."""
 
     id: str  # unique within a file of answers
     text: str  # everything that the judge reads
@@ -137,7 +137,7 @@ _REFUSAL_CODES = ("content_filter", "content_policy_violation")  # error codes o
 
 
 class _RetryableError(Exception):
-    """Report a request that failed but may succeed if it is sent again.
+    """Signal that a request failed but may succeed if it is sent again.
 
     Its arguments are the reason, and the seconds for which the server asks to wait.
     """
@@ -244,8 +244,8 @@ def _send_question(
 
 def _open_client(
     judge: Judge,
-    http: httpx.Client
-    | None = None,  # client to use, with your own proxies or certificates; None: a new one
+    # client to use, with your own proxies or certificates; None: a new one
+    http: httpx.Client | None = None,
 ) -> AbstractContextManager[httpx.Client]:
     """Check the judge, and return a context that holds the client; a new client is closed at its end.
 
@@ -351,8 +351,8 @@ def ask_judge(
     parse: Callable[[str], object | None],
     file: Path,  # answers.jsonl; questions with enough answers in it are not asked again
     say: Callable[[str], None] = lambda text: None,  # called with progress messages
-    http: httpx.Client
-    | None = None,  # client with your own proxies or certificates; None: a new one
+    # client with your own proxies or certificates; None: a new one
+    http: httpx.Client | None = None,
 ) -> tuple[dict[str, dict], dict]:  # question's id -> record, and the account
     """Ask all questions that are not settled yet, store every answer, and return one record per question.
 
@@ -485,13 +485,13 @@ class JudgeReward:
         None  # client with your own proxies or certificates; None: a new one
     )
 
-    def fields(self) -> set[str]:
-        """Return the names of the fields in curly brackets in the rubric."""
+    def rubric_fields(self) -> set[str]:
+        """Return the names in curly brackets in the rubric, which are fields of a record."""
         return set(re.findall(r"\{(\w+)\}", self.rubric))
 
     def check_record(self, record: Mapping) -> None:
         """Raise InputError unless the record has all fields that the rubric needs."""
-        if missing := sorted(self.fields() - {"prompt"} - record.keys()):
+        if missing := sorted(self.rubric_fields() - {"prompt"} - record.keys()):
             raise InputError(f"its record has no field {missing[0]}, which the rubric needs")
 
     def question(
@@ -571,10 +571,10 @@ def load_judge_reward(
     retries: int = 6,  # retries of a request without a valid reply, at most
     tries: int = 3,  # how often a question is asked until an answer can be read, at most
     max_tokens: int = 1024,  # length of an answer, at most
-    request: Mapping
-    | None = None,  # fields added to the request's body, such as {temperature: 0.7}
-    unread: float
-    | None = None,  # score of an image without a readable answer; None: raise an error
+    # fields added to the request's body, such as {temperature: 0.7}
+    request: Mapping | None = None,
+    # score of an image without a readable answer; None: raise an error
+    unread: float | None = None,
     ask: bool = True,  # ask one question about a grey image now, to detect a wrong address
 ) -> JudgeReward:  # (images, prompts, records) -> scores
     """Load a judge as a reward.
@@ -611,10 +611,10 @@ def load_unifiedreward(
     retries: int = 6,  # retries of a request without a valid reply, at most
     tries: int = 3,  # how often a question is asked until an answer can be read, at most
     max_tokens: int = 2048,  # length of an answer, at most
-    request: Mapping
-    | None = None,  # fields added to the request's body, such as {temperature: 0.7}
-    unread: float
-    | None = None,  # score of an image without a readable answer; None: raise an error
+    # fields added to the request's body, such as {temperature: 0.7}
+    request: Mapping | None = None,
+    # score of an image without a readable answer; None: raise an error
+    unread: float | None = None,
     ask: bool = True,  # ask one question about a grey image now, to detect a wrong address
 ) -> JudgeReward:  # (images, prompts, records) -> scores
     """Load UnifiedReward behind an endpoint as a reward, with scores from 1 to 5.

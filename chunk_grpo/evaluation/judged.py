@@ -39,7 +39,7 @@ from chunk_grpo.evaluation.judge import (
 
 # %% ../../nbs/10_evaluation/06_judged.ipynb #623a34a2
 class _Proposition(NamedTuple):
-    """Hold a question of DPG-Bench about an image."""
+    """Represent a question of DPG-Bench about an image."""
 
     number: int  # the file's proposition_id
     question: str  # its answer is yes or no
@@ -302,9 +302,8 @@ def _judge_images(
     # prompt -> its questions, as a mapping from the end of a question's id to its text
     ask: Callable[[JudgedPrompt], dict[str, str]],
     parse: Callable[[str], object | None],  # answer -> its meaning; None if it cannot be read
-    score: Callable[
-        [JudgedPrompt, list], dict
-    ],  # (prompt, parsed answers) -> entries of its record
+    # (prompt, parsed answers) -> entries of its record
+    score: Callable[[JudgedPrompt, list], dict],
     weights: Mapping[str, float] | None = None,  # keyed by category; None: there are no categories
     # one record per image whose answers could all be read; judge, arms and overall of the summary
 ) -> tuple[list[dict], dict]:
@@ -355,11 +354,11 @@ def evaluate_wise(
     images: Mapping[str, Path],  # arm -> folder with {prompt_id}.png; arms are compared with base
     judge: Judge,  # the model that answers
     out: Path,  # folder that gets answers.jsonl, scores.jsonl and summary.json
-    rubric: Path
-    | None = None,  # your own text with {prompt} and {explanation}; None: the shipped one
+    # your own text with {prompt} and {explanation}; None: the shipped one
+    rubric: Path | None = None,
     say: Callable[[str], None] = lambda text: None,  # called with progress messages
-    http: httpx.Client
-    | None = None,  # client with your own proxies or certificates; None: a new one
+    # client with your own proxies or certificates; None: a new one
+    http: httpx.Client | None = None,
 ) -> dict:  # content of summary.json
     """Judge the images of all arms with WISE, write the scores, and return the summary.
 
@@ -463,8 +462,8 @@ def evaluate_dpg(
     judge: Judge,  # the model that answers
     out: Path,  # folder that gets answers.jsonl, scores.jsonl and summary.json
     say: Callable[[str], None] = lambda text: None,  # called with progress messages
-    http: httpx.Client
-    | None = None,  # client with your own proxies or certificates; None: a new one
+    # client with your own proxies or certificates; None: a new one
+    http: httpx.Client | None = None,
 ) -> dict:  # content of summary.json
     """Judge the images of all arms with DPG-Bench, write the scores, and return the summary.
 

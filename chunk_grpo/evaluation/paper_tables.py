@@ -30,7 +30,7 @@ def paper_table_rows(
     key: str,  # a key of `PAPER_TABLES`
 ) -> list[
     dict
-]:  # per row: its name under "row", and a number per column; Table 3 also has steps and chunks
+]:  # per row: its name (row) and a number per column; in Table 3 also steps and chunks
     """Return the rows of one of the paper's tables."""
     table = read_paper_tables()[key]
     rows = table["rows"]

@@ -199,9 +199,7 @@ def read_hpsv3_weights(
     file: Path,  # HPSv3.safetensors
     device: torch.device,  # device onto which the weights are read
     dtype: torch.dtype,  # precision of all weights but the head's, which stay in float32
-) -> dict[
-    str, Tensor
-]:  # keyed by `model.` plus transformers' name, or by `rm_head.` plus the head's
+) -> dict[str, Tensor]:  # keyed by model.* with transformers' names, and by rm_head.*
     """Read the weights of model and head tensor by tensor onto the device, renamed for transformers.
 
     Raises InputError if the file is damaged.

@@ -41,9 +41,7 @@ KEY_REPLACEMENTS = (
 
 def read_imagereward_weights(
     pt: Path,  # the published ImageReward.pt
-) -> dict[
-    str, dict[str, Tensor]
-]:  # weights of `vision`, `text` and `mlp`, keyed by transformers' names
+) -> dict[str, dict[str, Tensor]]:  # keyed by model: vision, text, mlp; then by transformers' name
     """Read ImageReward.pt as float32, rename its weights for transformers, and sort them by model.
 
     Raises InputError if the file is damaged, contains code, or is not an ImageReward.

@@ -286,7 +286,7 @@ def check_prompts(
         elif remote_check:
             rejected = remote_check(prompts)
         else:
-            rejected = _first_rejected(reward, prompts, records)
+            rejected = _find_first_rejected(reward, prompts, records)
         if rejected:
             index, reason = rejected
             raise InputError(
@@ -295,7 +295,7 @@ def check_prompts(
             )
 
 
-def _first_rejected(
+def _find_first_rejected(
     reward: Callable,  # may have `check_prompt`, `category` or `check_record`
     prompts: Sequence[str],  # all prompts of a run
     records: Sequence[Mapping],  # one per prompt
@@ -315,7 +315,7 @@ def _first_rejected(
     return None
 
 # %% ../../nbs/04_rewards/00_rewards.ipynb #f17adef1
-def _signed_sizes(
+def _signed_jpeg_sizes(
     images: Tensor | Sequence[Image.Image],  # (B, 3, H, W) in [0, 1], or PIL images
     prompts: Sequence[str],  # not used
     sign: int,  # 1: large files are good; -1: small files are good
@@ -344,7 +344,7 @@ def incompressibility(
     """
     if type(quality) is not int or not 1 <= quality <= 95:
         raise InputError(f"quality: got {quality!r}, allowed is a whole number from 1 to 95.")
-    return functools.partial(_signed_sizes, sign=1, quality=quality)
+    return functools.partial(_signed_jpeg_sizes, sign=1, quality=quality)
 
 
 def compressibility(
