@@ -205,9 +205,7 @@ DPG_COLUMNS = (
 
 def read_dpg_prompts(
     file: Path,  # dpg_bench.csv
-) -> tuple[
-    list[JudgedPrompt], dict[str, str]
-]:  # prompts in the file's order, and file name -> sha256
+) -> tuple[list[JudgedPrompt], dict[str, str]]:  # prompts in order, and file name -> sha256
     """Read the prompts and questions from dpg_bench.csv, and hash the file.
 
     Raises InputError unless the file has DPG-Bench's columns and whole numbers as ids.

@@ -28,9 +28,7 @@ def read_paper_tables() -> dict:  # keyed by table: trained_on, columns and rows
 
 def paper_table_rows(
     key: str,  # a key of `PAPER_TABLES`
-) -> list[
-    dict
-]:  # per row: its name (row) and a number per column; in Table 3 also steps and chunks
+) -> list[dict]:  # per row: its name (row) and a number per column; Table 3: steps and chunks, too
     """Return the rows of one of the paper's tables."""
     table = read_paper_tables()[key]
     rows = table["rows"]
