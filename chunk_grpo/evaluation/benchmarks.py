@@ -81,8 +81,8 @@ class BenchmarkTask:
     name: str  # name of the benchmark and of its folder
     prompts: tuple[str, ...]
     samples: int  # images per prompt
-    kinds: tuple[str, ...] = ()  # category of each prompt; empty: there are no categories
-    names: tuple = ()  # name of each prompt's image file, without suffix; empty: files are numbered
+    categories: tuple[str, ...] = ()  # category of each prompt; empty: there are none
+    file_names: tuple = ()  # name of each prompt's image file, without suffix; empty: files are numbered
     records: tuple[dict, ...] = ()  # record of each prompt, for rewards; GenEval's metadata
 
     uses_rewards: ClassVar[bool] = True
@@ -93,8 +93,8 @@ class BenchmarkTask:
         image_index: int,  # number of the image among those of the prompt
     ) -> Path:  # relative to the arm's folder
         """Return the path of an image in the folder of its arm."""
-        if self.names:
-            return Path(f"{self.names[prompt_index]}.png")
+        if self.file_names:
+            return Path(f"{self.file_names[prompt_index]}.png")
         return Path(f"{prompt_index:05d}_{image_index}.png")
 
     def places(self) -> list[tuple[int, int]]:
@@ -163,7 +163,7 @@ class GenEvalTask(BenchmarkTask):
             name="geneval",
             prompts=tuple(r["prompt"] for r in records),
             samples=samples or 4,
-            kinds=tuple(r["tag"] for r in records),
+            categories=tuple(r["tag"] for r in records),
             records=records,
         )
 
@@ -218,11 +218,11 @@ class GenEvalTask(BenchmarkTask):
                         "prompt_index": p,
                         "image_index": n,
                         "prompt": self.prompts[p],
-                        "category": {"geneval": self.kinds[p]},
+                        "category": {"geneval": self.categories[p]},
                         "scores": {"geneval": float(line["correct"])},
                     }
                 )
-        weights = dict.fromkeys(self.kinds, 1 / len(set(self.kinds)))
+        weights = dict.fromkeys(self.categories, 1 / len(set(self.categories)))
         return {"arms": summaries, "overall": compare_arms(records, list(arms), "geneval", weights)}
 
 # %% ../../nbs/10_evaluation/08_benchmarks.ipynb #f1786d21
@@ -234,7 +234,7 @@ def _check_judge(
     name: str,  # name of the benchmark
     tools: Mapping,  # see `ScoringInputs`
 ) -> None:
-    """Raise InputError unless the judge, its key and its rubric are given."""
+    """Raise InputError unless the judge has a valid address and key, and the rubric can be read."""
     if not tools.get("judge"):
         raise InputError(f"`judge` must have an address and a model for {name}; got none")
     tools["judge"].api_key()
@@ -257,12 +257,12 @@ class WISETask(BenchmarkTask):
             name="wise",
             prompts=tuple(item.prompt for item in items),
             samples=1,
-            kinds=tuple(item.category for item in items),
-            names=tuple(item.name for item in items),
+            categories=tuple(item.category for item in items),
+            file_names=tuple(item.name for item in items),
         )
 
     def check_inputs(self, inputs: ScoringInputs) -> None:
-        """Raise InputError unless the judge, its key and its rubric are given."""
+        """Raise InputError unless the judge has a valid address and key, and the rubric can be read."""
         _check_judge(self.name, inputs.tools)
 
     def score(self, arms: Mapping[str, Path], out: Path, inputs: ScoringInputs) -> dict:
@@ -293,11 +293,11 @@ class DPGTask(BenchmarkTask):
             name="dpg",
             prompts=tuple(item.prompt for item in items),
             samples=1,
-            names=tuple(item.name for item in items),
+            file_names=tuple(item.name for item in items),
         )
 
     def check_inputs(self, inputs: ScoringInputs) -> None:
-        """Raise InputError unless the judge, its key and its rubric are given."""
+        """Raise InputError unless the judge has a valid address and key, and the rubric can be read."""
         _check_judge(self.name, inputs.tools)
 
     def score(self, arms: Mapping[str, Path], out: Path, inputs: ScoringInputs) -> dict:
@@ -342,14 +342,14 @@ def load_benchmark_task(
         return DPGTask.read(source)
     if name == "hpd-bench3200":
         prompts = []
-        kinds = []
+        categories = []
         for style in _STYLES:
             style_prompts = read_prompts(
                 f"{source}/{style}.json", "`source`", negative_prompts=False
             )
             prompts += style_prompts
-            kinds += [style] * len(style_prompts)
-        return BenchmarkTask(name, tuple(prompts), samples or 1, tuple(kinds))
+            categories += [style] * len(style_prompts)
+        return BenchmarkTask(name, tuple(prompts), samples or 1, tuple(categories))
     if (
         name not in _SOURCE_DESCRIPTIONS
         and not Path(prompt_file).is_file()
@@ -550,7 +550,9 @@ def _score_with_rewards(
                     "prompt": task.prompts[p],
                     "file": str(files[p, n]),
                     "image_sha256": hashes[p, n],
-                    "category": dict.fromkeys(scorers, task.kinds[p]) if task.kinds else {},
+                    "category": dict.fromkeys(scorers, task.categories[p])
+                    if task.categories
+                    else {},
                     "scores": {name: values[i] for name, values in scores.items()},
                 }
                 if p in prompt_hashes:

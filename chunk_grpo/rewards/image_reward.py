@@ -105,7 +105,7 @@ def build_imagereward(
         "layer_norm_eps",
         "pad_token_id",
     )
-    # The file's own `encoder_width` is wrong in public checkpoints, so the vision model's width is used.
+    # The file's `encoder_width` is wrong in public checkpoints, so the vision model's width is used.
     text_config = BlipTextConfig(
         **{name: config[name] for name in names}, encoder_hidden_size=width, is_decoder=True
     )
