@@ -251,7 +251,7 @@ FUNCTIONS = {
     "verify_run": lambda run, **how: verify_run(run, **how),
     "run_benchmark": lambda run, **how: run_benchmark(run, "pocket:test", **how),
     "sample_benchmark": lambda run, **how: sample_benchmark(run, ["pocket:test"], run / "b", **how),
-    "draw_share": lambda run, **how: parts.draw_share(
+    "sample_share": lambda run, **how: parts.sample_share(
         run, run_folder.read_run_settings(run), {"base": 0, "plain": None}, run / "begun", **how
     ),
 }

@@ -436,7 +436,9 @@ def test_damaged_weights_are_not_drawn_with(finished, tmp_path, harm):
     run_images.hash_trained_weights(run)
     FINAL[harm](next((run / "final").glob("*.safetensors")))
     with pytest.raises(InputError, match="are not those that the training wrote"):
-        parts.begun_folder(run, run_settings, {"base": 0, "plain": None}, ["a star"])
+        parts.unfinished_evaluation_folder(
+            run, run_settings, {"base": 0, "plain": None}, ["a star"]
+        )
     if harm not in ("flipped", "other values"):
         with pytest.raises(
             InputError, match="the weights in .*final are (damaged|those of another model)"

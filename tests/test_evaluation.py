@@ -244,7 +244,7 @@ def test_a_kill_between_the_two_moves_loses_nothing(run, monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(evaluate, "move_into_place", killed)
+        patch.setattr(evaluate, "replace_evaluation", killed)
         with pytest.raises(KeyboardInterrupt):
             evaluate.evaluate(run, trust=True)
     counted = os.path.getsize(os.environ["COUNTED"])
@@ -257,7 +257,7 @@ def test_a_kill_between_the_two_moves_loses_nothing(run, monkeypatch):
 
 def test_a_second_evaluation_is_refused_at_once_and_harms_nothing(run):
     with (
-        parts.only_evaluation(run),
+        parts.evaluation_lock(run),
         pytest.raises(InputError, match="being evaluated by another process"),
     ):
         evaluate.evaluate(run, trust=True)
@@ -284,7 +284,7 @@ def test_a_part_that_was_cut_off_is_drawn_again(run):
     settings = evaluate.evaluation_settings(run, ())
     arms = evaluate.ode_arms(settings) | evaluate.AS_TRAINED_ARMS
     prompts = evaluate.read_prompts(settings.eval_prompts)
-    folder = evaluate.begun_folder(run, settings, arms, prompts)
+    folder = evaluate.unfinished_evaluation_folder(run, settings, arms, prompts)
     folder.mkdir(parents=True)
     (folder / "parts-0.jsonl").write_text('{"part": ["base", 0, 3], "records": [')
     assert evaluate.read_parts(folder) == {}

@@ -21,14 +21,15 @@ from ..core.files import read_json
 
 # %% ../../nbs/10_evaluation/03_detector.ipynb #50bee796
 def load_detector(
-    name: str | Path,  # a folder, such as tools/convert_detector.py writes, or a hub id
-    device: str | torch.device = "cpu",  # to compute on
-) -> tuple[torch.nn.Module, str]:  # the network; its label in results
-    """Load a detector, and make the label that says whether it is the official one.
+    # a folder that tools/convert_detector.py wrote, or a folder or hub id of transformers
+    name: str | Path,
+    device: str | torch.device = "cpu",  # device of the network
+) -> tuple[torch.nn.Module, str]:  # the network, and its label for results
+    """Load a detector, and build a label that states whether it is the official one.
 
-    Raise InputError if the weights cannot be loaded or have other classes than COCO's 80.
+    Raises InputError if the weights cannot be loaded, or if the network does not detect 80 classes, as COCO has.
     """
-    # Imported here, since it takes seconds.
+    # Imported late, because the import takes seconds.
     from transformers import Mask2FormerConfig, Mask2FormerForUniversalSegmentation
 
     source_file = Path(name) / "source.json"  # written by tools/convert_detector.py
@@ -40,7 +41,7 @@ def load_detector(
                 f"`detector` must detect the 80 classes of COCO; {str(name)!r} detects {config.num_labels}"
             )
         model = Mask2FormerForUniversalSegmentation.from_pretrained(name, dtype=torch.float32)
-    except (OSError, ValueError) as error:  # the hub's errors are either
+    except (OSError, ValueError) as error:  # all errors of the hub are one of these
         raise InputError(
             f"`detector` must be a folder of weights or a hub id that can be reached; got {str(name)!r} "
             f"({str(error).strip().splitlines()[0]})"
@@ -54,24 +55,24 @@ def load_detector(
 # %% ../../nbs/10_evaluation/03_detector.ipynb #97cf24df
 def _resize_like_opencv(
     pixels: np.ndarray,  # (H, W, 3), uint8
-    width: int,  # new width
-    height: int,  # new height
+    width: int,  # new width, pixels
+    height: int,  # new height, pixels
 ) -> np.ndarray:  # (height, width, 3), uint8
-    """Resize bytes as OpenCV's bilinear interpolation does, to the bit."""
+    """Resize an image with bilinear interpolation, bit for bit as OpenCV does."""
 
-    def neighbours(old: int, new: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return both old positions of each new one, clipped to the edge, and the share of the second in 1/2048."""
-        centre = ((np.arange(new) + 0.5) * (old / new) - 0.5).astype(np.float32)
+    def neighbours(old_size: int, new_size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return the two old positions around each new one, clipped to the edge, and the weight of the second in 1/2048."""
+        centre = ((np.arange(new_size) + 0.5) * (old_size / new_size) - 0.5).astype(np.float32)
         first = np.floor(centre).astype(int)
         share = np.rint((centre - first) * np.float32(2048)).astype(np.int32)
-        return first.clip(0, old - 1), (first + 1).clip(0, old - 1), share
+        return first.clip(0, old_size - 1), (first + 1).clip(0, old_size - 1), share
 
     left, right, share = neighbours(pixels.shape[1], width)
     share = share[None, :, None]
     x = pixels.astype(np.int32)
     rows = x[:, left] * (2048 - share) + x[:, right] * share
 
-    # The shifts are OpenCV's: they drop bits before the columns are mixed, and again after it.
+    # OpenCV also shifts like this: it drops bits before it interpolates along the columns, and again afterwards.
     rows = rows >> 4
     top, bottom, share = neighbours(pixels.shape[0], height)
     share = share[:, None, None]
@@ -79,17 +80,17 @@ def _resize_like_opencv(
     return ((total + 2) >> 2).astype(np.uint8)
 
 
-_LONG_SIDE = 1333  # pixels, the largest that the long side may be
-_SHORT_SIDE = 800  # pixels, the largest that the short side may be
-_MULTIPLE = 32  # pixels, of both sides after padding
-_MEAN = (123.675, 116.28, 103.53)  # red, green, blue, of 0 ... 255
-_STD = (58.395, 57.12, 57.375)  # red, green, blue, of 0 ... 255
+_LONG_SIDE = 1333  # maximum of the longer side, pixels
+_SHORT_SIDE = 800  # maximum of the shorter side, pixels
+_MULTIPLE = 32  # both sides are padded to multiples of this, pixels
+_MEAN = (123.675, 116.28, 103.53)  # red, green, blue, on a scale of 0 ... 255
+_STD = (58.395, 57.12, 57.375)  # red, green, blue, on a scale of 0 ... 255
 
 
 def _preprocess_image(
     image: Image.Image,
-) -> tuple[Tensor, tuple[int, int]]:  # (1, 3, H, W); size before padding
-    """Resize, normalise and pad an image for the network; return it with its height and width before padding."""
+) -> tuple[Tensor, tuple[int, int]]:  # (1, 3, H, W), and height and width before padding
+    """Resize, normalise and pad an image for the network."""
     scale = min(_LONG_SIDE / max(image.size), _SHORT_SIDE / min(image.size))
     width, height = (int(side * scale + 0.5) for side in image.size)
     x = _resize_like_opencv(np.asarray(image.convert("RGB")), width, height).astype(np.float32)
@@ -100,9 +101,9 @@ def _preprocess_image(
 # %% ../../nbs/10_evaluation/03_detector.ipynb #e37962c9
 @dataclass(frozen=True)
 class DetectedObject:
-    """An object that a detector found."""
+    """Represent an object that a detector found in an image."""
 
-    label: int  # number of the class
+    label: int  # index of the class
     score: float  # 0 ... 1, a float32
     # left, top, right, bottom in pixels of the image; zeros for an empty mask
     box: tuple[float, float, float, float]
@@ -113,18 +114,18 @@ def _post_process(
     classes: Tensor,  # (Q, C + 1) logits, "nothing" last
     masks: Tensor,  # (Q, h, w) logits
     padded: tuple[int, int],  # height and width of the network's input
-    fitted: tuple[int, int],  # height and width of it before padding
+    fitted: tuple[int, int],  # height and width of the input before padding
     original: tuple[int, int],  # height and width of the image
-    min_score: float = 0.0,  # scores must be above it
-) -> list[DetectedObject]:
-    """Convert the logits of one image to objects, the best first."""
+    min_score: float = 0.0,  # objects are kept if their score is above this
+) -> list[DetectedObject]:  # sorted by score, the best first
+    """Convert the network's logits for one image to objects."""
     probabilities = classes.float().softmax(-1)[:, :-1]
-    # Candidates are pairs of query and class. A score is at most the class's probability, so drop low ones now.
-    best, order = probabilities.flatten().topk(min(100, probabilities.numel()))
-    best, order = best[best > min_score], order[best > min_score]
+    # Candidates are pairs of query and class. A score is at most the class's probability, so low ones can be dropped now.
+    best, candidates = probabilities.flatten().topk(min(100, probabilities.numel()))
+    best, candidates = best[best > min_score], candidates[best > min_score]
     objects = []
-    for probability, number in zip(best, order.tolist(), strict=True):
-        query, label = divmod(number, probabilities.shape[1])
+    for probability, candidate in zip(best, candidates.tolist(), strict=True):
+        query, label = divmod(candidate, probabilities.shape[1])
 
         # Resize the mask to the input, cut the padding away, and resize it to the image.
         x = F.interpolate(masks[query].float()[None, None], size=padded, mode="bilinear")
@@ -141,11 +142,11 @@ def _post_process(
 
 @torch.inference_mode()
 def detect_objects(
-    model: torch.nn.Module,  # of `load_detector`
-    image: Image.Image,  # of any size; turned as its EXIF data say
-    min_score: float = 0.0,  # scores must be above it
-) -> list[DetectedObject]:
-    """Detect the objects of an image, the best first; raise InputError if a side is shorter than 2 pixels."""
+    model: torch.nn.Module,  # detector of `load_detector`
+    image: Image.Image,  # of any size; rotated according to its EXIF data
+    min_score: float = 0.0,  # objects are kept if their score is above this
+) -> list[DetectedObject]:  # sorted by score, the best first
+    """Detect the objects in an image; raise InputError if a side is shorter than 2 pixels."""
     image = ImageOps.exif_transpose(image)
     if min(image.size) < 2:
         raise InputError(
@@ -163,12 +164,18 @@ def detect_objects(
     )
 
 # %% ../../nbs/10_evaluation/03_detector.ipynb #2f7a1124
-def _crop_object(image: Image.Image, one: DetectedObject) -> Image.Image:
-    """Cut an object out and put it on grey, as CLIP gets it; if it has no mask, crop its box as it is."""
+def _crop_object(
+    image: Image.Image,  # the whole image
+    detected: DetectedObject,  # object of the image
+) -> Image.Image:  # of the size of the object's box
+    """Crop an image to the box of an object, with everything outside the object's mask grey, for CLIP.
+
+    If the object has no mask, the background is kept.
+    """
     grey = Image.new("RGB", image.size, "#999")
-    if one.mask is not None:
-        image = Image.composite(image, grey, Image.fromarray(one.mask))
-    return image.crop(tuple(round(x) for x in one.box))
+    if detected.mask is not None:
+        image = Image.composite(image, grey, Image.fromarray(detected.mask))
+    return image.crop(tuple(round(x) for x in detected.box))
 
 
 GENEVAL_COLOURS = (
@@ -193,12 +200,12 @@ GENEVAL_CLIP_ID = "openai/clip-vit-large-patch14"
 
 def _colour_directions(
     model: torch.nn.Module,  # a CLIP
-    tokenizer: Callable,  # of the CLIP
-    thing: str,  # a class's name
+    tokenizer: Callable,  # the CLIP's tokenizer
+    class_name: str,  # name of the object's class, such as "car"
 ) -> Tensor:  # (10, D), unit vectors
-    """Compute the direction of each colour of a thing in CLIP's space: the mean over the templates, normalised."""
+    """Compute the direction in CLIP's space of an object in each colour: the normalised mean over the templates."""
     texts = [
-        template.format(colour=colour, name=thing)
+        template.format(colour=colour, name=class_name)
         for colour in GENEVAL_COLOURS
         for template in _COLOUR_TEMPLATES
     ]
@@ -211,11 +218,14 @@ def _colour_directions(
 
 def load_colour_classifier(
     name: str | Path = GENEVAL_CLIP_ID,  # a folder or hub id of a CLIP
-    device: str | torch.device = "cpu",  # to compute on
-    # image, objects, class name -> a colour each
+    device: str | torch.device = "cpu",  # device of the CLIP
+    # (image, objects, class name) -> colour of each object
 ) -> Callable[[Image.Image, Sequence[DetectedObject], str], list[str]]:
-    """Load a CLIP and return a function that names the colours of objects; raise InputError if it cannot be loaded."""
-    # Imported here, since it takes seconds.
+    """Load a CLIP and return a function that classifies the colours of objects.
+
+    Raises InputError if the CLIP cannot be loaded.
+    """
+    # Imported late, because the import takes seconds.
     from transformers import AutoTokenizer, CLIPImageProcessorPil, CLIPModel
 
     try:
@@ -223,25 +233,27 @@ def load_colour_classifier(
         model = model.eval().requires_grad_(False).to(device)
         tokenizer = AutoTokenizer.from_pretrained(name)
         processor = CLIPImageProcessorPil.from_pretrained(name)
-    except (OSError, ValueError) as error:  # the hub's errors are either
+    except (OSError, ValueError) as error:  # all errors of the hub are one of these
         raise InputError(
             f"`clip` must be a folder of a CLIP or a hub id that can be reached; got {str(name)!r} "
             f"({str(error).strip().splitlines()[0]})"
         ) from None
-    directions: dict[str, Tensor] = {}  # by the class's name, computed once
+    directions: dict[str, Tensor] = {}  # keyed by class name, each computed once
 
     @torch.inference_mode()
-    def classify(image: Image.Image, objects: Sequence[DetectedObject], thing: str) -> list[str]:
+    def classify(
+        image: Image.Image, objects: Sequence[DetectedObject], class_name: str
+    ) -> list[str]:
         """Return for each object the colour whose direction has the largest cosine with its crop."""
-        if thing not in directions:
-            directions[thing] = _colour_directions(model, tokenizer, thing)
+        if class_name not in directions:
+            directions[class_name] = _colour_directions(model, tokenizer, class_name)
         crops = processor(
             images=[_crop_object(image, detected) for detected in objects], return_tensors="pt"
         )
         features = model.get_image_features(
             pixel_values=crops["pixel_values"].to(device)
         ).pooler_output
-        cosines = F.normalize(features, dim=-1) @ directions[thing].T
+        cosines = F.normalize(features, dim=-1) @ directions[class_name].T
         return [GENEVAL_COLOURS[i] for i in cosines.argmax(1).tolist()]
 
     return classify

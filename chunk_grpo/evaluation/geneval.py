@@ -52,47 +52,51 @@ GENEVAL_TAGS = ("single_object", "two_object", "counting", "colors", "position",
 GENEVAL_METADATA_FILE = (
     Path(chunk_grpo.__file__).parent / "evaluation/geneval_prompts/evaluation_metadata.jsonl"
 )
-# Of the shipped file.
+# Hash of the shipped file.
 _GENEVAL_METADATA_SHA256 = "5c48e0813e812e3c373fa5c8ed07a8f0a483be30272b4427b0559c8048e67c13"
 
 
-def _check_record(
-    record: Mapping,
-    place: str,  # file and line, for the error
+def _check_metadata(
+    record: Mapping,  # GenEval's metadata of a prompt
+    location: str,  # file and line, for the error message
 ) -> None:
-    """Raise InputError if a record asks for something that the rule cannot judge."""
+    """Raise InputError unless a record has valid GenEval metadata that the rule can judge."""
 
-    def need(good: bool, field: str, allowed: str, got: object) -> None:
-        """Raise InputError unless `good`."""
-        if not good:
-            raise InputError(f"{place}: `{field}` must be {allowed}; got {got!r}")
+    def require(condition: bool, field: str, allowed: str, got: object) -> None:
+        """Raise InputError unless the condition holds."""
+        if not condition:
+            raise InputError(f"{location}: `{field}` must be {allowed}; got {got!r}")
 
-    need(isinstance(record, Mapping), "a record", "an object with tag, include and prompt", record)
+    require(
+        isinstance(record, Mapping), "a record", "an object with tag, include and prompt", record
+    )
     tag, include, prompt = (record.get(name) for name in ("tag", "include", "prompt"))
-    need(tag in GENEVAL_TAGS, "tag", f"one of {', '.join(GENEVAL_TAGS)}", tag)
-    need(isinstance(prompt, str), "prompt", "a text", prompt)
-    need(isinstance(include, list) and include, "include", "a list of at least one object", include)
+    require(tag in GENEVAL_TAGS, "tag", f"one of {', '.join(GENEVAL_TAGS)}", tag)
+    require(isinstance(prompt, str), "prompt", "a text", prompt)
+    require(
+        isinstance(include, list) and include, "include", "a list of at least one object", include
+    )
     for i, clause in [*enumerate(include), *enumerate(record.get("exclude", []))]:
         name = clause.get("class")
         count = clause.get("count")
         colour = clause.get("color", "red")
-        need(name in COCO_CLASSES, "class", "one of the 80 classes of COCO", name)
-        need(type(count) is int and count >= 1, "count", "a whole number from 1", count)
-        need(colour in GENEVAL_COLOURS, "color", f"one of {', '.join(GENEVAL_COLOURS)}", colour)
+        require(name in COCO_CLASSES, "class", "one of the 80 classes of COCO", name)
+        require(type(count) is int and count >= 1, "count", "a whole number from 1", count)
+        require(colour in GENEVAL_COLOURS, "color", f"one of {', '.join(GENEVAL_COLOURS)}", colour)
         if "position" in clause:
             position, target = clause["position"]
             is_earlier = type(target) is int and -1 <= target < i
             allowed = "a position and the number of an earlier object"
-            need(position in POSITIONS and is_earlier, "position", allowed, [position, target])
+            require(position in POSITIONS and is_earlier, "position", allowed, [position, target])
 
 
 def read_geneval_prompts(
-    path: str | Path | None = None,
-) -> list[dict]:  # a file of your own; None: the shipped one
-    """Read the prompts with what they ask for.
+    path: str | Path | None = None,  # your own file; None: the shipped one
+) -> list[dict]:  # per prompt: tag, prompt, include and perhaps exclude
+    """Read GenEval's metadata, which holds the prompts and what their images must show.
 
-    Raise InputError if there is no file, the shipped one is damaged, or a prompt cannot be judged; the error then
-    names its line.
+    Raises InputError if there is no file, if the shipped one is damaged, or if a prompt cannot be judged; the error then
+    names the prompt's line.
     """
     path = Path(path or GENEVAL_METADATA_FILE)
     if not path.is_file():
@@ -107,21 +111,21 @@ def read_geneval_prompts(
         raise InputError(f"`prompts`: {path} is damaged; install the package again")
     records = []
     for line, _, record in read_prompt_records(str(path), "`prompts`"):
-        _check_record(record, f"prompts, {line} of {path}")
+        _check_metadata(record, f"prompts, {line} of {path}")
         records.append(record)
     return records
 
 # %% ../../nbs/10_evaluation/04_geneval.ipynb #b6150f52
-_SCORE_THRESHOLD = 0.3  # scores must be above it
+_SCORE_THRESHOLD = 0.3  # an object counts if its score is above this
 _COUNTING_THRESHOLD = 0.9  # the same for counting prompts
-_MAX_OBJECTS = 16  # of one class
-_POSITION_SHARE = 0.1  # share of the boxes' sizes by which one must be off the other
+_MAX_OBJECTS = 16  # objects per class that count, at most
+_POSITION_SHARE = 0.1  # share of the boxes' sizes by which their centres must be apart
 
 
 def select_objects(
     detections: Sequence[DetectedObject],  # all detections of an image
-    tag: str,  # of the prompt
-) -> dict[str, list[DetectedObject]]:  # by class name, the best first
+    tag: str,  # the prompt's tag, one of `GENEVAL_TAGS`
+) -> dict[str, list[DetectedObject]]:  # keyed by class name; the best objects first
     """Select the objects of an image that count for a prompt with this tag."""
     threshold = np.float32(_COUNTING_THRESHOLD if tag == "counting" else _SCORE_THRESHOLD)
     selected = {}
@@ -133,9 +137,9 @@ def select_objects(
 
 # %% ../../nbs/10_evaluation/04_geneval.ipynb #6c4c331d
 def _relative_position(
-    a: Sequence[float],  # box: left, top, right, bottom
-    b: Sequence[float],  # box
-) -> list[str]:  # some of POSITIONS
+    a: Sequence[float],  # box of A: left, top, right, bottom
+    b: Sequence[float],  # box of B: left, top, right, bottom
+) -> list[str]:  # names from `POSITIONS`
     """Return all positions that A has relative to B."""
     a, b = (np.asarray(box[:4], np.float32).reshape(2, 2) for box in (a, b))
     offset = a.mean(0) - b.mean(0)
@@ -148,14 +152,15 @@ def _relative_position(
     return [name for name, holds in zip(POSITIONS, conditions, strict=True) if holds]
 
 # %% ../../nbs/10_evaluation/04_geneval.ipynb #e08c1b60
-def _fault_of_clause(
-    clause: Mapping,  # class, count, and perhaps color and position
-    objects: Sequence[DetectedObject],  # of the class, at most `count`
-    # objects of the clause that the position refers to; None: it was not met
+def _find_fault(
+    clause: Mapping,  # a requested object: class, count, and perhaps color and position
+    objects: Sequence[DetectedObject],  # objects of the class, at most `count`
+    # objects of the clause to which the position refers; None: that clause was not met
     target: Sequence[DetectedObject] | None,
-    colours: Callable[[Sequence[DetectedObject], str], list[str]],  # as in `geneval_verdict`
+    # (objects, class name) -> colour of each object
+    classify_colours: Callable[[Sequence[DetectedObject], str], list[str]],
 ) -> str:  # empty if the clause is met
-    """Return the first rule that the objects break, in GenEval's words."""
+    """Check a clause of a prompt, and return the first fault in GenEval's wording."""
     name = clause["class"]
     count = clause["count"]
     colour = clause.get("color")
@@ -163,41 +168,43 @@ def _fault_of_clause(
     if len(objects) < count:
         return f"expected {name}>={count}, found {len(objects)}"
     if colour:
-        seen = colours(objects, name)
-        table = ", ".join(f"{seen.count(c)} {c}" for c in GENEVAL_COLOURS if c in seen)
-        if seen.count(colour) < count:
-            return f"expected {colour} {name}>={count}, found {seen.count(colour)} {colour}; and {table}"
+        found = classify_colours(objects, name)
+        table = ", ".join(f"{found.count(c)} {c}" for c in GENEVAL_COLOURS if c in found)
+        if found.count(colour) < count:
+            return f"expected {colour} {name}>={count}, found {found.count(colour)} {colour}; and {table}"
     if position:
         if target is None:
             return f"no target for {name} to be {position}"
         for detected in objects:
             for other in target:
-                places = _relative_position(detected.box, other.box)
-                if position not in places:
-                    return f"expected {name} {position} target, found {' and '.join(places)} target"
+                positions = _relative_position(detected.box, other.box)
+                if position not in positions:
+                    return (
+                        f"expected {name} {position} target, found {' and '.join(positions)} target"
+                    )
     return ""
 
 
 def geneval_verdict(
-    objects: Mapping[str, list[DetectedObject]],  # of `select_objects`
+    objects: Mapping[str, list[DetectedObject]],  # objects that count, see `select_objects`
     record: Mapping,  # the prompt's metadata
-    # objects, class name -> a colour each
-    colours: Callable[[Sequence[DetectedObject], str], list[str]],
-) -> tuple[bool, str]:  # whether the image is right; the faults, one per line
+    # (objects, class name) -> colour of each object
+    classify_colours: Callable[[Sequence[DetectedObject], str], list[str]],
+) -> tuple[bool, str]:  # whether the image is right, and the faults, one per line
     """Decide by GenEval's rule whether an image shows what its prompt asks for."""
     faults: list[str] = []
-    # The objects of each clause; None if it was not met.
-    groups: list[list[DetectedObject] | None] = []
+    # The objects of each clause; None if the clause was not met.
+    objects_of_clauses: list[list[DetectedObject] | None] = []
     for clause in record["include"]:
         best = objects.get(clause["class"], [])[: clause["count"]]
-        position, target_number = clause.get("position", (None, -1))
-        target = groups[target_number] if position and groups else None
-        fault = _fault_of_clause(clause, best, target, colours)
+        position, target_index = clause.get("position", (None, -1))
+        target = objects_of_clauses[target_index] if position and objects_of_clauses else None
+        fault = _find_fault(clause, best, target, classify_colours)
         if fault:
             faults.append(fault)
-            groups.append(None)
+            objects_of_clauses.append(None)
         else:
-            groups.append(best)
+            objects_of_clauses.append(best)
     for clause in record.get("exclude", []):
         count = len(objects.get(clause["class"], []))
         if count >= clause["count"]:
@@ -205,19 +212,22 @@ def geneval_verdict(
     return not faults, "\n".join(faults)
 
 # %% ../../nbs/10_evaluation/04_geneval.ipynb #c12cbbca
-# The path of an image; metadata.jsonl is beside samples/.
+# Path of an image; metadata.jsonl is in the folder that contains samples/.
 GENEVAL_LAYOUT = "{prompt:05d}/samples/{sample:05d}.png"
 
 
 def write_geneval_image(
-    folder: str | Path,  # of all images
-    prompt: int,  # number of the prompt, from 0
-    sample: int,  # number of the image among those of the prompt
+    folder: str | Path,  # folder of all images
+    prompt_index: int,  # index of the prompt, from 0
+    image_index: int,  # index of the image among those of the prompt, from 0
     record: Mapping,  # the prompt's metadata
     image: Image.Image,  # written as PNG
 ) -> Path:  # the image's file
-    """Write an image and its prompt's metadata; raise InputError if the number belongs to another prompt there."""
-    file = Path(folder) / GENEVAL_LAYOUT.format(prompt=prompt, sample=sample)
+    """Write an image and its prompt's metadata in GenEval's layout.
+
+    Raises InputError if the folder has another prompt with the same index.
+    """
+    file = Path(folder) / GENEVAL_LAYOUT.format(prompt=prompt_index, sample=image_index)
     metadata = file.parents[1] / "metadata.jsonl"
     line = json.dumps(record) + "\n"
     if metadata.is_file() and metadata.read_text(encoding="utf-8") != line:
@@ -233,19 +243,19 @@ def write_geneval_image(
 
 # %% ../../nbs/10_evaluation/04_geneval.ipynb #b91c14b7
 def score_geneval_images(
-    images: Sequence[tuple[Path, Mapping]],  # file and prompt's metadata of each
-    out: str | Path,  # results.jsonl, which is continued
-    see: Callable[[Image.Image], Sequence[DetectedObject]],  # an image -> its objects
-    # image, objects, class name -> a colour each
-    colours: Callable[[Image.Image, Sequence[DetectedObject], str], list[str]],
-    scorer: str,  # name of detector and colour classifier
-    say: Callable[[str], None] = lambda text: None,  # called with lines about the progress
-) -> list[dict]:  # the lines, in the order of the images
-    """Score the images that have no verdict yet, and return all verdicts.
+    images: Sequence[tuple[Path, Mapping]],  # per image: its file and its prompt's metadata
+    results_file: str | Path,  # results.jsonl, which may already have verdicts
+    detect: Callable[[Image.Image], Sequence[DetectedObject]],  # image -> its objects
+    # (image, objects, class name) -> colour of each object
+    classify_colours: Callable[[Image.Image, Sequence[DetectedObject], str], list[str]],
+    scorer: str,  # label of the detector and the colour classifier
+    say: Callable[[str], None] = lambda text: None,  # called with progress messages
+) -> list[dict]:  # lines of results.jsonl, in the order of the images
+    """Score the images that have no verdict yet, append their verdicts to a file, and return all verdicts.
 
-    Raise InputError if the file has verdicts on other images or from another scorer.
+    Raises InputError if the file has verdicts on other images or from another scorer.
     """
-    out = Path(out)
+    results_file = Path(results_file)
     identities = {
         str(file): {
             "metadata": json.dumps(record),
@@ -254,25 +264,25 @@ def score_geneval_images(
         }
         for file, record in images
     }
-    lines = {line["filename"]: line for line in read_json_lines(out)}
+    lines = {line["filename"]: line for line in read_json_lines(results_file)}
     for name, line in lines.items():
         for field, value in identities.get(
             name, {"filename": "an image that is asked for"}
         ).items():
             if line[field] != value:
                 raise InputError(
-                    f"`out` must be a new file: {out} has a verdict on {name} with {field} "
+                    f"`out` must be a new file: {results_file} has a verdict on {name} with {field} "
                     f"{line[field]!r}, not {value!r}"
                 )
 
-    out.parent.mkdir(parents=True, exist_ok=True)
-    drop_partial_line(out)
+    results_file.parent.mkdir(parents=True, exist_ok=True)
+    drop_partial_line(results_file)
     for i, (file, record) in enumerate(images, 1):
         if str(file) in lines:
             continue
         image = ImageOps.exif_transpose(Image.open(file)).convert("RGB")
-        objects = select_objects(see(image), record["tag"])
-        correct, reason = geneval_verdict(objects, record, partial(colours, image))
+        objects = select_objects(detect(image), record["tag"])
+        correct, reason = geneval_verdict(objects, record, partial(classify_colours, image))
         boxes = {name: [[*o.box, o.score] for o in of_class] for name, of_class in objects.items()}
         line = {
             "filename": str(file),
@@ -284,14 +294,14 @@ def score_geneval_images(
             "details": json.dumps(boxes),
         }
         lines[str(file)] = line | identities[str(file)]
-        append_json_line(out, lines[str(file)])
+        append_json_line(results_file, lines[str(file)])
         say(f"{i} of {len(images)} images")
     return [lines[str(file)] for file, _ in images]
 
 # %% ../../nbs/10_evaluation/04_geneval.ipynb #2f9d117d
-def _count_by_prompt(
-    lines: Sequence[Mapping],
-) -> dict[str, np.ndarray]:  # tag -> (n, 2), a row per prompt
+def _count_right_images(
+    lines: Sequence[Mapping],  # lines of results.jsonl, one per image
+) -> dict[str, np.ndarray]:  # tag -> (n, 2): right images and all images, one row per prompt
     """Count the right images and all images of each prompt, task by task."""
     counts: dict[str, dict[str, list[int]]] = {}
     for line in lines:
@@ -303,19 +313,19 @@ def _count_by_prompt(
 
 
 def summarise_geneval(
-    lines: Sequence[Mapping],  # of results.jsonl
-    draws: int = 4000,  # of the bootstrap
-) -> dict:  # summary.json
-    """Compute GenEval's table: accuracy, standard error and interval of each task present, and of their mean.
+    lines: Sequence[Mapping],  # lines of results.jsonl, one per image
+    draws: int = 4000,  # number of bootstrap resamples
+) -> dict:  # content of summary.json
+    """Compute GenEval's table: the accuracy of each task present and their mean, with standard errors and intervals.
 
-    Errors and intervals are over prompts. Raise InputError if there is no line.
+    Errors and intervals are over prompts. Raises InputError if there are no lines.
     """
     if not lines:
         raise InputError("`results` must hold at least one verdict; got none")
-    counts = _count_by_prompt(lines)
+    counts = _count_right_images(lines)
     rng = np.random.default_rng(0)
     tasks = {}
-    means = []  # of each task, one number per draw
+    means = []  # resampled accuracies of each task, one per draw
     for tag, table in counts.items():
         sums = table[rng.integers(0, len(table), (draws, len(table)))].sum(1)  # (draws, 2)
         means.append(sums[:, 0] / sums[:, 1])
@@ -343,16 +353,17 @@ def summarise_geneval(
 
 
 def evaluate_geneval(
-    images: Sequence[tuple[Path, Mapping]],  # file and prompt's metadata of each
-    out: str | Path,  # folder of the results
-    detector: str | Path,  # of tools/convert_detector.py, or a folder or hub id of transformers
+    images: Sequence[tuple[Path, Mapping]],  # per image: its file and its prompt's metadata
+    out: str | Path,  # folder that gets results.jsonl and summary.json
+    # a folder that tools/convert_detector.py wrote, or a folder or hub id of transformers
+    detector: str | Path,
     clip: str | Path = GENEVAL_CLIP_ID,  # a folder or hub id of the colour classifier
-    device: str | torch.device | None = None,  # None: CUDA if there is one
-    say: Callable[[str], None] = lambda text: None,  # called with lines about the progress
-) -> tuple[list[dict], dict]:  # the lines of results.jsonl; summary.json
-    """Score images by GenEval, and write and return verdicts and table.
+    device: str | torch.device | None = None,  # None: the GPU if there is one
+    say: Callable[[str], None] = lambda text: None,  # called with progress messages
+) -> tuple[list[dict], dict]:  # lines of results.jsonl, and content of summary.json
+    """Score images with GenEval's detector and rule, and write and return the verdicts and the table.
 
-    Raise InputError if an image cannot be read, which is checked first, or if weights are missing.
+    Raises InputError if an image cannot be read, which is checked first, or if weights are missing.
     """
     for file, _ in images:
         try:
@@ -363,14 +374,14 @@ def evaluate_geneval(
             ) from None
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     model, label = load_detector(detector, device)
-    colours = load_colour_classifier(clip, device)
+    classify_colours = load_colour_classifier(clip, device)
     if str(clip) != GENEVAL_CLIP_ID:
         label += f"; colours not official: {clip}"
     lines = score_geneval_images(
         images,
-        out=Path(out) / "results.jsonl",
-        see=lambda image: detect_objects(model, image, _SCORE_THRESHOLD),
-        colours=colours,
+        results_file=Path(out) / "results.jsonl",
+        detect=lambda image: detect_objects(model, image, _SCORE_THRESHOLD),
+        classify_colours=classify_colours,
         scorer=label,
         say=say,
     )
@@ -381,30 +392,36 @@ def evaluate_geneval(
 # %% ../../nbs/10_evaluation/04_geneval.ipynb #f69c105c
 @dataclass(frozen=True)
 class GenEvalReward:
-    """GenEval's detector and rule, as a reward that takes the record of each prompt."""
+    """Score images with GenEval's detector and rule, as a reward that takes the record of each prompt."""
 
-    see: Callable[[Image.Image], Sequence[DetectedObject]]  # an image -> its objects
-    # image, objects, class name -> a colour each
-    colours: Callable[[Image.Image, Sequence[DetectedObject], str], list[str]]
-    partial: bool  # score the share of clauses that are met
-    device: torch.device  # where the detector lies
+    detect: Callable[[Image.Image], Sequence[DetectedObject]]  # image -> its objects
+    # (image, objects, class name) -> colour of each object
+    classify_colours: Callable[[Image.Image, Sequence[DetectedObject], str], list[str]]
+    partial: bool  # True: score the share of clauses that are met; False: score 1 or 0
+    device: torch.device  # device of the detector
 
     def check_record(self, record: Mapping) -> None:
-        """Raise InputError if the record of a prompt is not GenEval's metadata."""
-        _check_record(record, "its record")
+        """Raise InputError unless the record of a prompt is GenEval's metadata."""
+        _check_metadata(record, "its record")
 
     def __call__(
         self,
         images: Images,  # B images
-        prompts: Sequence[str],  # one per image; their records decide
+        # one per image; not used, because the records hold all that is needed
+        prompts: Sequence[str],
         records: Sequence[Mapping],  # GenEval's metadata of each image's prompt
-    ) -> list[float]:
-        """Return 1 for each image that shows what its record asks for, else 0 or the share of clauses that are met."""
+    ) -> list[float]:  # one per image
+        """Score each image by its record: 1 if it is right and 0 if not, or the share of clauses that are met.
+
+        Raises InputError unless each record is GenEval's metadata.
+        """
         scores = []
         for image, record in zip(images_to_pil(images), records, strict=True):
             self.check_record(record)
-            objects = select_objects(self.see(image), record["tag"])
-            correct, faults = geneval_verdict(objects, record, partial(self.colours, image))
+            objects = select_objects(self.detect(image), record["tag"])
+            correct, faults = geneval_verdict(
+                objects, record, partial(self.classify_colours, image)
+            )
             clauses = len(record["include"]) + len(record.get("exclude", []))
             met = clauses - len(faults.splitlines())
             scores.append(met / clauses if self.partial else float(correct))
@@ -412,19 +429,22 @@ class GenEvalReward:
 
 
 def load_geneval_reward(
-    detector: str,  # of tools/convert_detector.py, or a folder or hub id of transformers
+    detector: str,  # a folder that tools/convert_detector.py wrote, or a folder or hub id of transformers
     clip: str = GENEVAL_CLIP_ID,  # a folder or hub id of the colour classifier
     device: str = "auto",  # auto, cpu, cuda or cuda:0 ...
-    partial: bool = False,  # score the share of clauses that are met, not 0 or 1
+    partial: bool = False,  # True: score the share of clauses that are met; False: score 1 or 0
 ) -> GenEvalReward:  # (images, prompts, records) -> scores
-    """Load GenEval's detector and colour classifier as a reward; raise InputError if weights are missing."""
+    """Load GenEval's detector and colour classifier as a reward.
+
+    Raises InputError if weights are missing or an option is not allowed.
+    """
     if type(partial) is not bool:
         raise InputError(f"partial: got {partial!r}, allowed are true and false.")
-    place, _ = resolve_device(device, dtype="auto", batch_size=1)
-    model, _ = load_detector(detector, place)
+    torch_device, _ = resolve_device(device, dtype="auto", batch_size=1)
+    model, _ = load_detector(detector, torch_device)
     return GenEvalReward(
-        see=lambda image: detect_objects(model, image, _SCORE_THRESHOLD),
-        colours=load_colour_classifier(clip, place),
+        detect=lambda image: detect_objects(model, image, _SCORE_THRESHOLD),
+        classify_colours=load_colour_classifier(clip, torch_device),
         partial=partial,
-        device=place,
+        device=torch_device,
     )

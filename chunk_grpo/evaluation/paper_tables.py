@@ -19,17 +19,17 @@ PAPER_TABLES = {
 }
 
 
-def read_paper_tables() -> dict:
-    """Read all numbers that the paper reports: by table, with trained_on, columns and rows."""
+def read_paper_tables() -> dict:  # keyed by table: trained_on, columns and rows
+    """Read all numbers that the package stores from the paper."""
     return json.loads(
         (resources.files("chunk_grpo") / "evaluation/paper_tables.json").read_text(encoding="utf-8")
     )
 
 
 def paper_table_rows(
-    key: str,
-) -> list[dict]:  # row, and a number per column; with steps and chunks in Table 3
-    """Return the rows of one of the PAPER_TABLES."""
+    key: str,  # a key of `PAPER_TABLES`
+) -> list[dict]:  # per row: its name (row) and a number per column; Table 3: steps and chunks, too
+    """Return the rows of one of the paper's tables."""
     table = read_paper_tables()[key]
     rows = table["rows"]
     if not isinstance(rows, list):
@@ -39,9 +39,9 @@ def paper_table_rows(
 
 
 def paper_benchmark_rows(
-    name: str,
-) -> list[dict]:  # geneval, wise, dpg, or a column of Tables 1 and 4
-    """Return what the paper reports of a benchmark: arm, source, trained on, and a number per column."""
+    name: str,  # geneval, wise, dpg, or a column of Tables 1 and 4; a prefix pocket- is ignored
+) -> list[dict]:  # per row: arm, source, trained on, and a number per column
+    """Return the rows that the paper reports for a benchmark; empty if it reports none."""
     name = name.removeprefix("pocket-")
     tables = read_paper_tables()
     table_of_benchmark = {

@@ -39,15 +39,15 @@ _AESTHETIC_ID, _AESTHETIC_FILE = "trl-lib/ddpo-aesthetic-predictor", "aesthetic-
 # %% ../../nbs/04_rewards/03_clip_score.ipynb #ca963caf
 @dataclass(frozen=True)
 class _CLIPScorer(ModelScorer):
-    """A CLIP with its tokenizer and transform; its scores are scaled cosines."""
+    """Score images by the scaled cosine between the image and text embeddings of a CLIP model."""
 
     model: Any  # a CLIPModel; transformers' types lack its configuration and outputs
-    transform: ImageTransform  # resize, crop and normalisation of the pictures
-    scale: float  # a, the factor of the cosine
+    transform: ImageTransform  # resize, crop and normalisation of the images
+    scale: float  # factor of the cosine, a in the formula
 
     @torch.inference_mode()
     def embed(self, images: Images) -> Tensor:  # (B, E) float32, on the CPU
-        """Return the projected image embeddings, computed in batches."""
+        """Compute the projected embeddings of any number of images, `batch_size` at a time."""
         embeddings = []
         for start in range(0, len(images), self.batch_size):
             batch = images[start : start + self.batch_size]
@@ -55,7 +55,7 @@ class _CLIPScorer(ModelScorer):
         return torch.cat(embeddings)
 
     def _embed_batch(self, images: Images) -> Tensor:  # (b, E) float32
-        """Return the projected image embeddings of one batch."""
+        """Compute the projected embeddings of one batch of images."""
         x = transform_images(images, self.transform, self.device).to(self.dtype)
         return self.model.get_image_features(pixel_values=x).pooler_output.float()
 
@@ -64,7 +64,7 @@ class _CLIPScorer(ModelScorer):
         images: Images,  # one batch
         prompts: list[str],  # one per image
     ) -> Tensor:  # (b,)
-        """Score one batch; a prompt is cut off beyond the model's positions (77 tokens)."""
+        """Score one batch; prompts longer than the text model's context (77 tokens for CLIP) are truncated."""
         # The images of a group share their prompt, so each distinct prompt is encoded once.
         unique = list(dict.fromkeys(prompts))
         length = self.model.config.text_config.max_position_embeddings
@@ -79,11 +79,11 @@ class _CLIPScorer(ModelScorer):
 # %% ../../nbs/04_rewards/03_clip_score.ipynb #429be161
 def transform_from_config(
     config: dict,  # content of preprocessor_config.json
-    side: int,  # side of the picture that the model's positions are for, pixels
+    side: int,  # side of the square image that the model expects, pixels
 ) -> ImageTransform:
-    """Read the transform of a CLIP from its preprocessor_config.json.
+    """Build the image transform that a CLIP's preprocessor_config.json describes.
 
-    Raises InputError if it is not a bicubic resize of the shorter side and a middle square of `side` pixels.
+    Raises InputError unless it is a bicubic resize of the shorter side and a crop of the middle square of `side` pixels.
     """
     size = config.get("size", side)
     crop_size = config.get("crop_size", side)
@@ -110,15 +110,18 @@ def transform_from_config(
 
 def _load_clip(
     weights: str,  # a folder or hub id
-    processor: str,  # a folder or hub id with tokenizer and transform
+    processor: str,  # a folder or hub id with the tokenizer and preprocessor_config.json
     model_id: str,  # a hub id that has such weights, for the error message
     processor_id: str,  # a hub id that has such a processor, for the error message
-    scale: float | None,  # factor of the cosine; None: the model's own `logit_scale`
+    scale: float | None,  # factor of the cosine; None: exp of the model's `logit_scale`
     device: str,  # see `resolve_device`
     dtype: str,  # see `resolve_device`
     batch_size: int,  # images per forward pass
 ) -> _CLIPScorer:
-    """Load a CLIP with its tokenizer and transform; raise InputError if files or options are wrong."""
+    """Load a CLIP with its tokenizer and image transform.
+
+    Raises InputError if a file is missing or does not fit, or if an option is not allowed.
+    """
     scorer_device, scorer_dtype = resolve_device(device, dtype, batch_size)
     preprocessor = locate_hub_file("processor", processor, "preprocessor_config.json", processor_id)
     tokenizer = load_tokenizer("processor", processor, processor_id)
@@ -154,12 +157,16 @@ def _load_clip(
 def load_clip_score(
     weights: str = _CLIP_ID,  # a folder or hub id of a CLIP in transformers' layout
     scale: float = 1.0,  # factor of the cosine
-    processor: str | None = None,  # folder or hub id of tokenizer and transform; None: `weights`
+    # folder or hub id with the tokenizer and preprocessor_config.json; None: `weights`
+    processor: str | None = None,
     device: str = "auto",  # auto, cpu, cuda or cuda:0 ...
     dtype: str = "auto",  # auto (float32), float32, bfloat16 or float16
     batch_size: int = 32,  # images per forward pass
 ) -> _CLIPScorer:  # (images, prompts) -> scores
-    """Load CLIP's cosine between picture and prompt; raise InputError if files or options are wrong."""
+    """Load CLIP as a reward: the cosine between image and prompt, times `scale`.
+
+    Raises InputError if a file is missing or does not fit, or if an option is not allowed.
+    """
     if isinstance(scale, bool) or not isinstance(scale, (int, float)) or scale <= 0:
         raise InputError(f"scale: got {scale!r}, allowed is a number above 0.")
     return _load_clip(
@@ -176,12 +183,17 @@ def load_clip_score(
 
 def load_pickscore(
     weights: str = _PICKSCORE_ID,  # a folder or hub id
-    processor: str | None = None,  # folder or hub id; None: the weights' folder, or the CLIP's
+    # folder or hub id with the tokenizer and preprocessor_config.json; None: the folder `weights` if it has a
+    # tokenizer, else the hub id of the CLIP from which PickScore was trained
+    processor: str | None = None,
     device: str = "auto",  # auto, cpu, cuda or cuda:0 ...
     dtype: str = "auto",  # auto (float32), float32, bfloat16 or float16
     batch_size: int = 32,  # images per forward pass
 ) -> _CLIPScorer:  # (images, prompts) -> scores
-    """Load PickScore on its raw scale; raise InputError if files or options are wrong."""
+    """Load PickScore as a reward, on its raw scale.
+
+    Raises InputError if a file is missing or does not fit, or if an option is not allowed.
+    """
     has_tokenizer = (Path(weights) / "tokenizer_config.json").is_file()
     default_processor = weights if has_tokenizer else _PICKSCORE_PROCESSOR_ID
     return _load_clip(
@@ -196,7 +208,7 @@ def load_pickscore(
     )
 
 # %% ../../nbs/04_rewards/03_clip_score.ipynb #9ee258df
-_OPEN_CLIP_NAMES = {  # outside the blocks: name in open_clip -> name in transformers
+_OPEN_CLIP_NAMES = {  # outside the transformer blocks: name in open_clip -> name in transformers
     "visual.class_embedding": "vision_model.embeddings.class_embedding",
     "visual.positional_embedding": "vision_model.embeddings.position_embedding.weight",
     "visual.conv1.weight": "vision_model.embeddings.patch_embedding.weight",
@@ -209,7 +221,7 @@ _OPEN_CLIP_NAMES = {  # outside the blocks: name in open_clip -> name in transfo
     "text_projection": "text_projection.weight",
     "logit_scale": "logit_scale",
 }
-_OPEN_CLIP_LAYERS = {  # in a block: the same
+_OPEN_CLIP_LAYERS = {  # within a transformer block: name in open_clip -> name in transformers
     "ln_1": "layer_norm1",
     "ln_2": "layer_norm2",
     "mlp.c_fc": "mlp.fc1",
@@ -218,10 +230,12 @@ _OPEN_CLIP_LAYERS = {  # in a block: the same
 }
 
 
-def rename_open_clip(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the weights of an open_clip model under the names that transformers' CLIPModel has.
+def rename_open_clip(
+    weights: Mapping[str, Tensor],  # keyed by open_clip's names
+) -> dict[str, Tensor]:  # keyed by transformers' names
+    """Convert the weights of an open_clip model to the names and layout of transformers' CLIPModel.
 
-    A name that neither has stays as it is.
+    Unknown names are kept.
     """
     renamed = {}
     for name, weight in weights.items():
@@ -247,9 +261,9 @@ def rename_open_clip(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def _read_torch_file(
     file: Path,  # .pt or .pth
-    name: str,  # of what it must hold, for the error message
-) -> dict[str, Tensor]:
-    """Read a file of tensors without executing code in it; raise InputError if it holds anything else."""
+    description: str,  # what the file must contain, for the error message
+) -> dict[str, Tensor]:  # float32, keyed by name
+    """Read a file of tensors without executing code in it; raise InputError if it contains anything else."""
     try:
         state: Any = torch.load(file, map_location="cpu", weights_only=True)
         if isinstance(state, dict) and isinstance(state.get("state_dict"), dict):
@@ -257,25 +271,28 @@ def _read_torch_file(
         return {key: value.float() for key, value in state.items()}
     except (pickle.UnpicklingError, RuntimeError, AttributeError, EOFError, OSError, ValueError):
         raise InputError(
-            f"weights: {file} cannot be read; allowed is a file of tensors with {name}."
+            f"weights: {file} cannot be read; allowed is a file of tensors with {description}."
         ) from None
 
 
 def load_hpsv21(
     weights: str = _HPSV2_ID,  # a folder or hub id with HPS_v2.1_compressed.pt
-    processor: str = _PICKSCORE_PROCESSOR_ID,  # folder or hub id of configuration and tokenizer
+    processor: str = _PICKSCORE_PROCESSOR_ID,  # folder or hub id with config.json and the tokenizer
     device: str = "auto",  # auto, cpu, cuda or cuda:0 ...
     dtype: str = "auto",  # auto (float32), float32, bfloat16 or float16
     batch_size: int = 32,  # images per forward pass
 ) -> _CLIPScorer:  # (images, prompts) -> scores
-    """Load HPSv2.1, a cosine; raise InputError if files or options are wrong."""
+    """Load HPSv2.1 as a reward: the cosine between image and prompt.
+
+    Raises InputError if a file is missing or does not fit, or if an option is not allowed.
+    """
     scorer_device, scorer_dtype = resolve_device(device, dtype, batch_size)
     tokenizer = load_tokenizer("processor", str(processor), _PICKSCORE_PROCESSOR_ID)
     config_file = locate_hub_file("processor", processor, "config.json", _PICKSCORE_PROCESSOR_ID)
     file = locate_hub_file("weights", weights, _HPSV21_FILE, _HPSV2_ID)
     model: Any = CLIPModel(CLIPConfig.from_dict(json.loads(config_file.read_text())))
     state = rename_open_clip(_read_torch_file(file, "the weights of HPSv2.1"))
-    # A mask that older files hold is no weight.
+    # Older files also contain an attention mask, which is not a weight.
     state = {name: weight for name, weight in state.items() if not name.endswith("attn_mask")}
     try:
         model.load_state_dict(state)
@@ -299,23 +316,26 @@ def load_hpsv21(
 # %% ../../nbs/04_rewards/03_clip_score.ipynb #5cc328d3
 @dataclass(frozen=True)
 class AestheticScore:
-    """LAION's aesthetic predictor, as a reward; it does not read the prompts."""
+    """Score images with LAION's aesthetic predictor, which ignores the prompts."""
 
     clip: _CLIPScorer  # embeds the images
     head: nn.Sequential  # maps an embedding of length 1 to a score, in float32
 
     @property
     def device(self) -> torch.device:
-        """Return the device of the model."""
+        """Return the device of the CLIP and the head."""
         return self.clip.device
 
     @torch.inference_mode()
     def __call__(
         self,
         images: Images,  # any number of images
-        prompts: Sequence[str],  # one per image; not read
+        prompts: Sequence[str],  # one per image; only their number is checked
     ) -> Tensor:  # (B,) float32, on the CPU
-        """Score all images."""
+        """Score any number of images.
+
+        Raises InputError unless there is one prompt per image.
+        """
         if len(images) != len(prompts):
             raise InputError(
                 f"prompts: {len(prompts)} came with {len(images)} images; allowed is one an image."
@@ -328,12 +348,15 @@ class AestheticScore:
 
 def load_aesthetic(
     weights: str = _AESTHETIC_ID,  # a folder or hub id with aesthetic-model.pth
-    clip: str = _CLIP_ID,  # a folder or hub id of the CLIP, as for `load_clip_score`
+    clip: str = _CLIP_ID,  # a folder or hub id of the CLIP, see `load_clip_score`
     device: str = "auto",  # auto, cpu, cuda or cuda:0 ...
-    dtype: str = "auto",  # of the CLIP: auto (float32), float32, bfloat16 or float16
+    dtype: str = "auto",  # precision of the CLIP: auto (float32), float32, bfloat16 or float16
     batch_size: int = 32,  # images per forward pass
 ) -> AestheticScore:  # (images, prompts) -> scores
-    """Load LAION's aesthetic predictor; raise InputError if files or options are wrong."""
+    """Load LAION's aesthetic predictor as a reward.
+
+    Raises InputError if a file is missing or does not fit, or if an option is not allowed.
+    """
     scorer = load_clip_score(weights=clip, device=device, dtype=dtype, batch_size=batch_size)
     file = locate_hub_file("weights", weights, _AESTHETIC_FILE, _AESTHETIC_ID)
     state = {
@@ -341,7 +364,7 @@ def load_aesthetic(
         for name, weight in _read_torch_file(file, "LAION's aesthetic head").items()
     }
     width = scorer.model.config.projection_dim
-    sizes = []
+    sizes = []  # number, input width and output width of each layer
     for number in sorted({name.partition(".")[0] for name in state}):
         out_features, in_features = state.get(f"{number}.weight", torch.empty(0, 0)).shape
         sizes.append((number, in_features, out_features))

@@ -20,19 +20,19 @@ import torch.nn.functional as F
 from .. import InputError
 
 Images = Tensor | Sequence[Image.Image]  # (B, 3, H, W), uint8 or floats in [0, 1]; or PIL
-OPENAI_CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)  # of CLIP's training pictures, by channel
+OPENAI_CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)  # of CLIP's training images, by channel
 OPENAI_CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 IMAGE_STATISTICS = ("saturation", "high_frequency", "grid")  # columns of `image_statistics`
 
 # %% ../../nbs/04_rewards/01_images.ipynb #aaa7b83e
 def images_to_tensor(
     images: Images,  # a batch in any of the three forms
-    device: str | torch.device = "cpu",  # where the result lies
+    device: str | torch.device = "cpu",  # device of the result
 ) -> Tensor:  # (B, 3, H, W), float32 in [0, 1]
     """Convert a batch of images to one tensor.
 
-    Raises InputError for anything that is not a batch of images, for values outside [0, 1] (0.01 is allowed for
-    rounding and cut off), and for PIL images of several sizes.
+    Values up to 0.01 outside [0, 1], as rounding may cause, are clamped. Raises InputError if `images` is not a batch of
+    images, if values lie further outside [0, 1], or if PIL images differ in size.
     """
     if isinstance(images, Tensor):
         return _check_image_tensor(images, device)
@@ -53,7 +53,10 @@ def images_to_tensor(
 
 
 def images_to_pil(images: Images) -> list[Image.Image]:
-    """Convert images to PIL images in RGB; floats are rounded to bytes. Raises InputError as `images_to_tensor` does."""
+    """Convert images to PIL images in RGB, rounding floats to bytes.
+
+    Raises InputError if a tensor is not a batch of images, or if its values are not in [0, 1].
+    """
     if not isinstance(images, Tensor):
         return [image.convert("RGB") for image in images]
     if not len(images):
@@ -63,10 +66,10 @@ def images_to_pil(images: Images) -> list[Image.Image]:
 
 
 def _check_image_tensor(
-    images: Tensor,  # uint8 or floats
-    device: str | torch.device,  # where the result lies
+    images: Tensor,  # (B, 3, H, W), uint8 or floats in [0, 1]
+    device: str | torch.device,  # device of the result
 ) -> Tensor:  # (B, 3, H, W), float32 in [0, 1]
-    """Check a tensor of images and convert it to floats in [0, 1]."""
+    """Convert a tensor of images to floats in [0, 1]; raise InputError if its shape, type or values are wrong."""
     if images.ndim != 4 or images.shape[1] != 3 or 0 in images.shape[2:]:
         raise InputError(f"`images` must have the shape (B, 3, H, W); got {tuple(images.shape)}")
     if images.dtype == torch.uint8:
@@ -91,7 +94,10 @@ def resize_like_pillow(
     x: Tensor,  # (B, 3, H, W), in [0, 1]
     size: tuple[int, int],  # height and width after the resize
 ) -> Tensor:  # (B, 3, height, width), on the device of `x`
-    """Resize with Pillow's antialiased bicubic kernel: rows first, then columns, each rounded to grey levels."""
+    """Resize with Pillow's antialiased bicubic kernel, along the rows and then along the columns.
+
+    After each pass the values are rounded to 256 grey levels.
+    """
     height, width = size
     pixels = (x.clamp(0, 1) * 255).round().byte().permute(0, 2, 3, 1).cpu().numpy()
     resized = []
@@ -115,23 +121,26 @@ def normalize_images(
 
 @dataclass(frozen=True)
 class ImageTransform:
-    """How a CLIP-like model prepares a picture: resize of the shorter side, middle square, normalisation."""
+    """Describe how a CLIP-like model prepares an image: resize of the shorter side, middle square, normalisation."""
 
     shortest_edge: int = 224  # the shorter side after the resize, pixels
     crop_size: int = 224  # side of the middle square, pixels
     mean: tuple[float, float, float] = OPENAI_CLIP_MEAN  # by channel
     std: tuple[float, float, float] = OPENAI_CLIP_STD  # by channel
-    # How half of an odd rest is rounded: to the even number (torchvision), else down (transformers).
+    # How the crop's offset is rounded if it is not whole: to the nearest even number (torchvision), else down (transformers).
     even: bool = False
-    # Show the whole picture: fit its longer side to `crop_size`, and fill the rest of the square with black.
+    # Show the whole image: fit its longer side to `crop_size`, and fill the rest of the square with black.
     whole: bool = False
 
 
 def _fit_whole(
     x: Tensor,  # (B, 3, H, W), in [0, 1]
-    side: int,  # of the square, pixels
+    side: int,  # side of the square, pixels
 ) -> Tensor:  # (B, 3, side, side)
-    """Resize the longer side to `side` and centre the picture on black, as HPSv2 does; the resize is of floats."""
+    """Resize the longer side to `side` and centre the image on black, as HPSv2 does.
+
+    It resizes floats, without rounding to grey levels.
+    """
     height, width = x.shape[-2:]
     if max(height, width) != side:
         scale = side / max(height, width)
@@ -144,8 +153,8 @@ def _fit_whole(
 
 def transform_images(
     images: Images,  # a batch in any of the three forms; PIL images may differ in size
-    transform: ImageTransform,  # the model's own
-    device: str | torch.device = "cpu",  # where the result lies
+    transform: ImageTransform,  # what the model expects
+    device: str | torch.device = "cpu",  # device of the result
 ) -> Tensor:  # (B, 3, crop_size, crop_size), float32
     """Resize, crop and normalise images for a CLIP-like model."""
     crop, edge = transform.crop_size, transform.shortest_edge
@@ -170,7 +179,9 @@ def transform_images(
     return torch.cat(transformed)
 
 # %% ../../nbs/04_rewards/01_images.ipynb #380c769c
-def fine_detail(image: Tensor) -> Tensor:  # image: (3, H, W); returns (H, W)
+def fine_detail(
+    image: Tensor,  # (3, H, W)
+) -> Tensor:  # (H, W)
     """Return the brightness of each pixel minus the mean of its four neighbours."""
     brightness = image.float().mean(0)
     padded = F.pad(brightness[None, None], (1, 1, 1, 1), mode="replicate")[0, 0]
@@ -181,9 +192,9 @@ def fine_detail(image: Tensor) -> Tensor:  # image: (3, H, W); returns (H, W)
 # %% ../../nbs/04_rewards/01_images.ipynb #3542703f
 def image_statistics(
     images: Tensor,  # (B, 3, H, W) in [0, 1], on the CPU; H and W are multiples of the period
-    period: int,  # side of a patch, pixels
+    period: int,  # period of the grid: the side of a patch, in pixels
 ) -> Tensor:  # (B, 3), in the order of IMAGE_STATISTICS
-    """Measure the saturation, fine detail and grid of each image.
+    """Measure the saturation, fine detail and grid strength of each image.
 
     The columns are the mean saturation, the root mean square of `fine_detail`, and the share of the fine detail's
     energy that repeats with the period, divided by the share that noise has.
@@ -193,7 +204,7 @@ def image_statistics(
         fine = fine_detail(image)
         height, width = fine.shape
         centred = fine - fine.mean()
-        # Folding keeps the harmonics of the period and cancels every other wave.
+        # Folding keeps the harmonics of the period and cancels all other waves.
         folded = centred.reshape(height // period, period, width // period, period).mean((0, 2))
         share = folded.square().mean() / centred.square().mean().clamp(min=1e-12)
         grid = share * (height * width - 1) / (period**2 - 1)

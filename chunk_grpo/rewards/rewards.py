@@ -23,7 +23,7 @@ from ..core.settings import REWARD_LOADERS
 from ..core.imports import import_callable
 
 # %% ../../nbs/04_rewards/00_rewards.ipynb #33b1de4f
-# what a reward may take besides images and prompts, by the names of its parameters
+# names of the parameters by which a reward asks for more than images and prompts
 EXTRA_INPUTS = ("records", "groups")
 
 
@@ -37,9 +37,9 @@ def extra_inputs(reward: Callable) -> tuple[str, ...]:
         return tuple(named)
     try:
         parameters = inspect.signature(reward).parameters
-    except (TypeError, ValueError):  # a built-in has none
+    except (TypeError, ValueError):  # a built-in has no signature
         return ()
-    # An option that is bound by its name is the user's own.
+    # If the user sets an option of that name, the parameter takes the option.
     options = reward.keywords if isinstance(reward, functools.partial) else {}
     return tuple(
         name
@@ -53,9 +53,9 @@ def extra_inputs(reward: Callable) -> tuple[str, ...]:
 
 def _check_reward_call(
     name: str,  # the reward's name, for the error message
-    reward: Callable,  # that a class or a loader returned
+    reward: Callable,  # returned by a class or a loader
 ) -> None:
-    """Raise InputError if a reward cannot be called with images, prompts and what it declares."""
+    """Raise InputError unless a reward can be called with images, prompts and the `EXTRA_INPUTS` that it declares."""
     try:
         inspect.signature(reward).bind(None, None, **dict.fromkeys(extra_inputs(reward)))
     except ValueError:  # a built-in has no signature
@@ -70,13 +70,13 @@ def _check_reward_call(
 def _check_reward_options(
     name: str,  # the reward's name, for the error message
     target: Callable,  # the loader, class or function
-    options: Mapping[str, Any],  # keyword arguments for it
-    positional_count: int,  # arguments that are passed by position before the options
+    options: Mapping[str, Any],  # keyword arguments for `target`
+    positional_count: int,  # positional arguments before the options: 0 for a loader or class, 2 for a reward
 ) -> None:
-    """Raise InputError if `target` does not accept the options, or if required arguments are missing."""
+    """Raise InputError unless `target` accepts the options and no required argument is missing."""
     try:
         signature = inspect.signature(target)
-    except ValueError:  # a built-in has none
+    except ValueError:  # a built-in has no signature
         return
     # A function is called with the inputs that it declares, unless an option has the same name.
     inputs = extra_inputs(target) if positional_count else ()
@@ -89,21 +89,21 @@ def _check_reward_options(
             if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.name not in inputs
         ]
         if positional_count:
-            how = f"called with {', '.join(['images', 'prompts', *inputs])} and {dict(options)}"
+            attempt = f"called with {', '.join(['images', 'prompts', *inputs])} and {dict(options)}"
         else:
-            how = f"loaded with the options {options}"
+            attempt = f"loaded with the options {options}"
         raise InputError(
-            f"reward: {name} cannot be {how} ({error}); allowed are "
+            f"reward: {name} cannot be {attempt} ({error}); allowed are "
             f"{', '.join(allowed[positional_count:]) or 'none'}."
         ) from None
 
 
 def load_reward_with_options(
     name: str,  # a name of `REWARD_LOADERS`, or "package.module:function"
-    here: bool,  # whether code in the working folder counts, see `import_callable`
-    options: Mapping[str, Any],  # for the loader, the class or the function
+    here: bool,  # whether it may be imported from the working folder, see `import_callable`
+    options: Mapping[str, Any],  # keyword arguments for the loader, the class or the function
 ) -> Callable:  # (images, prompts) -> scores
-    """Load a reward by its name, with its options in a mapping.
+    """Load a reward by its name, with its options passed as a mapping.
 
     Raises InputError in the same cases as `load_reward`.
     """
@@ -132,27 +132,28 @@ def load_reward_with_options(
 
 def load_reward(
     name: str,  # a name of `REWARD_LOADERS`, or "package.module:function"
-    here: bool = True,  # whether code in the working folder counts, see `import_callable`
-    **options: Any,  # for the loader, the class or the function
+    here: bool = True,  # whether it may be imported from the working folder, see `import_callable`
+    **options: Any,  # keyword arguments for the loader, the class or the function
 ) -> Callable:  # (images, prompts) -> scores
     """Load a reward by its name.
 
-    Raises InputError if no reward has that name, or if the reward does not accept an option.
+    Raises InputError if no reward has that name, if the reward does not accept an option, or if it cannot be called with
+    images and prompts.
     """
     return load_reward_with_options(name, here, options)
 
 # %% ../../nbs/04_rewards/00_rewards.ipynb #ab19cbf1
 def batch_slices(
-    count: int,  # images
+    count: int,  # number of images
     size: int,  # images per batch, at most
     groups: Sequence[int] | None = None,  # group of each image; None: any image may start a batch
-    # size of each image in pixels, if they differ; None: they are equal
+    # size of each image in pixels, if the sizes differ; None: they are equal
     sizes: Sequence[int | tuple[int, int]] | None = None,
 ) -> list[slice]:
-    """Cut a row of images into batches of one size; with `groups`, a batch holds whole groups.
+    """Split a sequence of images into batches of at most `size` images, each with images of one pixel size.
 
-    A group with more than `size` images is a batch of its own. Raises InputError if the images of a group do not stand
-    side by side.
+    With `groups`, a batch holds whole groups, and a group with more than `size` images is a batch of its own. Raises
+    InputError if the images of a group are not adjacent.
     """
     if sizes is not None:
         slices = []
@@ -160,9 +161,9 @@ def batch_slices(
         for high in range(1, count + 1):
             if high < count and sizes[high] == sizes[low]:
                 continue
-            of_size = None if groups is None else groups[low:high]
-            for part in batch_slices(high - low, size, of_size):
-                slices.append(slice(low + part.start, low + part.stop))
+            groups_of_size = None if groups is None else groups[low:high]
+            for batch in batch_slices(high - low, size, groups_of_size):
+                slices.append(slice(low + batch.start, low + batch.stop))
             low = high
         return slices
     if groups is None:
@@ -172,7 +173,7 @@ def batch_slices(
         raise InputError("`groups` must list the images of a group side by side; some stand apart")
     slices = []
     low = 0
-    previous = 0  # end of the last group that fits the batch
+    previous = 0  # end of the last group that fits into the batch
     for end in ends:
         if end - low > size and previous > low:
             slices.append(slice(low, previous))
@@ -190,13 +191,13 @@ def score_images(
     images: Tensor | Sequence[Image.Image],  # (B, 3, H, W) in [0, 1], or PIL images
     prompts: list[str],  # one per image
     batch: int = 64,  # images per call of the reward
-    records: Sequence[Mapping] | None = None,  # of each image's prompt; None: the prompts alone
-    groups: Sequence[int] | None = None,  # group of each image, for a reward that declares it
+    records: Sequence[Mapping] | None = None,  # one per image; None: {"prompt": text}
+    groups: Sequence[int] | None = None,  # group of each image, for a reward that declares `groups`
 ) -> Tensor:  # (B,) float32, raw
     """Score all images in batches and check the scores.
 
-    Raises InputError if the reward returns the wrong number of scores, or a value that is not finite, and if it declares
-    `groups` and none are given.
+    Raises InputError if the reward returns the wrong number of scores or a value that is not a finite number, or if it
+    declares `groups` but `groups` is None.
     """
     if len(images) != len(prompts):
         raise InputError(
@@ -204,10 +205,10 @@ def score_images(
         )
     inputs = _select_inputs(name, reward, prompts, records, groups)
     batches = []
-    for part in batch_slices(len(prompts), batch, inputs.get("groups")):
-        batch_prompts = prompts[part]
-        batch_images = images[part]
-        batch_inputs = {key: list(values[part]) for key, values in inputs.items()}
+    for batch_slice in batch_slices(len(prompts), batch, inputs.get("groups")):
+        batch_prompts = prompts[batch_slice]
+        batch_images = images[batch_slice]
+        batch_inputs = {key: list(values[batch_slice]) for key, values in inputs.items()}
         # A user's reward may write into its images, so it gets a copy.
         if isinstance(batch_images, Tensor) and ":" in name:
             batch_images = batch_images.clone()
@@ -215,7 +216,7 @@ def score_images(
         try:
             scores = torch.as_tensor(returned, dtype=torch.float32).cpu()
         except (TypeError, ValueError, RuntimeError) as error:
-            if isinstance(returned, Tensor):  # a fault of its device, not of the reward
+            if isinstance(returned, Tensor):  # the device failed, not the reward
                 raise
             # A coroutine that is neither awaited nor closed would print a warning.
             close = getattr(returned, "close", lambda: None)
@@ -244,16 +245,16 @@ def _select_inputs(
     name: str,  # the reward's name, for the error message
     reward: Callable,  # may declare some of `EXTRA_INPUTS`
     prompts: Sequence[str],  # one per image
-    records: Sequence[Mapping] | None,  # one per image
-    groups: Sequence[int] | None,  # one per image
-) -> dict[str, Sequence]:  # by the name of the parameter
-    """Return what a reward declares besides images and prompts; raise InputError if it is missing."""
+    records: Sequence[Mapping] | None,  # one per image; None: {"prompt": text}
+    groups: Sequence[int] | None,  # group of each image
+) -> dict[str, Sequence]:  # keyed by parameter name
+    """Return the `EXTRA_INPUTS` that a reward declares; raise InputError if one is missing or not one per image."""
     if records is None:
         records = [{"prompt": prompt} for prompt in prompts]
-    given = {"records": records, "groups": groups}
+    available = {"records": records, "groups": groups}
     inputs = {}
     for key in extra_inputs(reward):
-        values = given[key]
+        values = available[key]
         if values is None or len(values) != len(prompts):
             count = "none" if values is None else len(values)
             raise InputError(
@@ -264,17 +265,17 @@ def _select_inputs(
 
 
 def check_prompts(
-    rewards: Mapping[str, Callable],  # by name
+    rewards: Mapping[str, Callable],  # keyed by name
     prompts: Sequence[str],  # all prompts of a run
     field: str = "prompts",  # the setting that holds the prompts, for the error message
-    records: Sequence[Mapping] | None = None,  # of the prompts; None: the prompts alone
+    records: Sequence[Mapping] | None = None,  # one per prompt; None: {"prompt": text}
 ) -> None:
-    """Raise InputError if a reward cannot score one of the prompts.
+    """Raise InputError unless every reward can score all prompts.
 
     A reward may have a method `check_prompt(text)`, or `category(text)` if it sorts prompts as GenEval does, or
-    `check_record(record)` if it declares `records`. It rejects a prompt by raising an error there. A reward in another
-    process has `first_rejected(prompts)`, which makes the same check in that process; it gets the records too if the
-    reward declares them.
+    `check_record(record)` if it declares `records`. It rejects a prompt by raising an error in that method. A reward in
+    another process has a method `first_rejected(prompts)`, which makes the same check in that process; it also gets the
+    records if the reward declares them.
     """
     if records is None:
         records = [{"prompt": prompt} for prompt in prompts]
@@ -285,44 +286,45 @@ def check_prompts(
         elif remote_check:
             rejected = remote_check(prompts)
         else:
-            rejected = _first_rejected(reward, prompts, records)
+            rejected = _find_first_rejected(reward, prompts, records)
         if rejected:
-            number, reason = rejected
+            index, reason = rejected
             raise InputError(
                 f"`{field.strip('`')}` must hold prompts that the reward {name} can score; prompt "
-                f"{number + 1} cannot be scored: {reason}"
+                f"{index + 1} cannot be scored: {reason}"
             )
 
 
-def _first_rejected(
+def _find_first_rejected(
     reward: Callable,  # may have `check_prompt`, `category` or `check_record`
     prompts: Sequence[str],  # all prompts of a run
-    records: Sequence[Mapping],  # of the prompts
-) -> tuple[int, str] | None:  # its index and the reason
+    records: Sequence[Mapping],  # one per prompt
+) -> tuple[int, str] | None:  # index of the prompt, and the reason
     """Find the first prompt that a reward rejects; return None if it rejects none."""
     checked = {"check_prompt": prompts, "category": prompts, "check_record": records}
     for name, values in checked.items():
         check = getattr(reward, name, None)
-        for number, value in enumerate(values if check else ()):
+        for index, value in enumerate(values if check else ()):
             try:
                 check(value)
             except Exception as error:  # a user's reward may raise anything
                 reason = " ".join(str(error).split())
                 if not isinstance(error, InputError):
                     reason = f"{type(error).__name__}: {reason}"
-                return number, reason
+                return index, reason
     return None
 
 # %% ../../nbs/04_rewards/00_rewards.ipynb #f17adef1
-def _signed_sizes(
+def _signed_jpeg_sizes(
     images: Tensor | Sequence[Image.Image],  # (B, 3, H, W) in [0, 1], or PIL images
     prompts: Sequence[str],  # not used
-    sign: int,  # 1: large files are good, -1: small ones
-    quality: int,  # of the JPEG, 1 to 95
-) -> Tensor:  # (B,), kilobytes (1,000 bytes) with the sign
+    sign: int,  # 1: large files are good; -1: small files are good
+    quality: int,  # JPEG quality, 1 to 95
+) -> Tensor:  # (B,), kilobytes (1,000 bytes) times `sign`
     """Return the size of each image as a JPEG file, times `sign`."""
     if isinstance(images, Tensor):
-        from chunk_grpo.pocket.geneval import images_to_numpy  # here, since it brings scipy
+        # Imported late, because it imports scipy.
+        from chunk_grpo.pocket.geneval import images_to_numpy
 
         images = [Image.fromarray(x) for x in images_to_numpy(images)]
     sizes = []
@@ -333,52 +335,61 @@ def _signed_sizes(
     return torch.tensor(sizes)
 
 
-def incompressibility(quality: int = 95) -> Callable:  # (images, prompts) -> scores
-    """Return a reward that is the size of an image as JPEG, in kilobytes (1,000 bytes): large files are good.
+def incompressibility(
+    quality: int = 95,  # JPEG quality, 1 to 95
+) -> Callable:  # (images, prompts) -> scores
+    """Return a reward that is the size of an image's JPEG file, in kilobytes (1,000 bytes): large files are good.
 
     Raises InputError if the quality is not a whole number from 1 to 95.
     """
     if type(quality) is not int or not 1 <= quality <= 95:
         raise InputError(f"quality: got {quality!r}, allowed is a whole number from 1 to 95.")
-    return functools.partial(_signed_sizes, sign=1, quality=quality)
+    return functools.partial(_signed_jpeg_sizes, sign=1, quality=quality)
 
 
-def compressibility(quality: int = 95) -> Callable:  # (images, prompts) -> scores
-    """Return the negative of `incompressibility`: small files are good."""
+def compressibility(
+    quality: int = 95,  # JPEG quality, 1 to 95
+) -> Callable:  # (images, prompts) -> scores
+    """Return a reward that is the negative of `incompressibility`: small files are good.
+
+    Raises InputError if the quality is not a whole number from 1 to 95.
+    """
     return functools.partial(incompressibility(quality), sign=-1)
 
 # %% ../../nbs/04_rewards/00_rewards.ipynb #ca019e42
 def scoring_thread() -> ThreadPoolExecutor:
-    """Return an executor with one thread that has the same current GPU as the calling thread."""
+    """Return an executor whose only thread has the same current GPU as the calling thread."""
     # `set_device` ignores a negative number.
     gpu = torch.cuda.current_device() if torch.cuda.is_available() else -1
     return ThreadPoolExecutor(1, initializer=torch.cuda.set_device, initargs=(gpu,))
 
 
 class StreamingScores:
-    """Scores of images that arrive in parts, computed in the batches in which all images at once would be scored."""
+    """Score images in a thread as they arrive, in the same batches as if all images were scored at once."""
 
     def __init__(
         self,
-        executor: ThreadPoolExecutor,  # with one thread
-        scorers: Mapping[str, Callable],  # rewards by name
-        prompts: Sequence[str],  # one per image, of all images that will arrive
-        batch: int = 64,  # images per call of a reward
-        records: Sequence[Mapping] | None = None,  # of each image's prompt; None: the prompts alone
-        groups: Sequence[int] | None = None,  # group of each image
-        # of each image, those of one size side by side; None: they are equal
+        executor: ThreadPoolExecutor,  # with one thread, see `scoring_thread`
+        scorers: Mapping[str, Callable],  # rewards, keyed by name
+        prompts: Sequence[str],  # one for each image that will arrive
+        batch: int = 64,  # images per call of a reward, at most
+        records: Sequence[Mapping] | None = None,  # one per image; None: {"prompt": text}
+        groups: Sequence[int] | None = None,  # group of each image, for rewards that declare it
+        # pixels of each image, images of one size being adjacent; None: all sizes are equal
         sizes: Sequence[int | tuple[int, int]] | None = None,
     ) -> None:
-        """Prepare to score `len(prompts)` images; no image has arrived yet."""
+        """Plan the batches of `len(prompts)` images for each reward, before any image has arrived."""
         self.executor = executor
         self.scorers = dict(scorers)
         self.prompts = list(prompts)
         self.batch = batch
         self.records = records
         self.groups = groups
-        self.waiting = torch.empty(0)  # images that a reward still needs
-        self.dropped = 0  # images before those in `waiting`
-        # batches of each reward that are not submitted yet, in their order
+        self.waiting = torch.empty(0)  # images that some reward still needs
+        self.dropped = (
+            0  # number of images before those in `waiting`, which no reward needs any more
+        )
+        # batches of each reward that have not been submitted yet, in order
         self.pending: dict[str, list[slice]] = {}
         for name, reward in self.scorers.items():
             inputs = _select_inputs(name, reward, self.prompts, records, groups)
@@ -386,7 +397,7 @@ class StreamingScores:
         self.futures: dict[str, list[Future]] = {name: [] for name in self.scorers}
 
     def add(self, images: Tensor) -> None:  # (b, 3, H, W) in [0, 1]
-        """Add the next images and submit every batch that is complete to the executor."""
+        """Add the next images and submit every batch that is now complete to the executor."""
         self.waiting = torch.cat([self.waiting, images]) if len(self.waiting) else images
         arrived = self.dropped + len(self.waiting)
         for name, pending in self.pending.items():
@@ -400,24 +411,24 @@ class StreamingScores:
 
     def _submit(
         self,
-        name: str,  # of the reward
-        part: slice,  # of all images; they have arrived
+        name: str,  # the reward's name
+        batch: slice,  # positions in the list of all images; these images have arrived
     ) -> None:
         """Submit one batch of one reward to the executor."""
         future = self.executor.submit(
             score_images,
             name,
             self.scorers[name],
-            self.waiting[part.start - self.dropped : part.stop - self.dropped],
-            self.prompts[part],
-            batch=part.stop - part.start,
-            records=None if self.records is None else self.records[part],
-            groups=None if self.groups is None else self.groups[part],
+            self.waiting[batch.start - self.dropped : batch.stop - self.dropped],
+            self.prompts[batch],
+            batch=batch.stop - batch.start,
+            records=None if self.records is None else self.records[batch],
+            groups=None if self.groups is None else self.groups[batch],
         )
         self.futures[name].append(future)
 
-    def scores(self) -> dict[str, Tensor]:  # raw scores (B,) by name
-        """Wait for the scores of all images and return them; raise the error of a scoring that failed.
+    def scores(self) -> dict[str, Tensor]:  # raw scores (B,), keyed by reward
+        """Wait until all images are scored and return the scores; raise the error if scoring failed.
 
         All images must have been added.
         """
