@@ -69,8 +69,7 @@ def normalised_error(error: Tensor) -> Tensor:  # (m, ...) -> (m,)
 
 # %% ../../nbs/08_methods/01_decoupled.ipynb #b6a6a633
 def levels_of_chunks(
-    chunks: Chunks
-    | list[Chunks],  # chunks of levels: the same for all images, or one list per image
+    chunks: Chunks | list[Chunks],  # cut the levels of all images, or those of each image
     chosen: Tensor,  # (B, k) long: chunks sampled for each image, padded with -1
 ) -> Tensor:  # (B, n) long, levels in ascending order, padded with -1
     """List the levels in the chunks that were sampled for each image."""
@@ -89,9 +88,7 @@ class Decoupled(Method):
     has_log_prob = False
     shared = False  # True: the images of a group share noise and levels
     sample_is_chunk = False  # True: a chunk sample has all levels of its chunk; False: one level
-    trainable_fraction = (
-        1.0  # fraction of the grid, from the noise end, whose levels may be trained
-    )
+    trainable_fraction = 1.0  # how much of the grid, from the noise end, may be trained
     required_settings = {
         "window": "all",
         "statistic": "ratio",
@@ -111,7 +108,7 @@ class Decoupled(Method):
         return Sampler(self.sigmas, "ode", solver=self.settings.solver)
 
     def trainable_steps(self, sampler: Sampler) -> Tensor:
-        """Return the levels that may be trained, (n,) long: the first `trainable_fraction` of the grid, at least one."""
+        """Return the levels that may be trained, (n,) long: the first `trainable_fraction` of the grid."""
         return torch.arange(max(1, int(self.trainable_fraction * len(sampler))))
 
     def chunks(self, profile: Tensor) -> Chunks:

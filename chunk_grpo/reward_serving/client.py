@@ -88,7 +88,7 @@ def call_with_retries(
 def exchange(
     url: str,  # the server's address, http://host:port
     path: str,  # /health, /score or /check
-    timeout: float,  # for the whole exchange, s
+    timeout: float,  # time limit for the whole exchange, s
     token: str | None = None,  # secret that the server expects; None: send none
     body: bytes | None = None,  # POST this body; None: send a GET request
 ) -> dict:
@@ -165,13 +165,12 @@ def request_scores(
     images: Images,  # B images
     prompts: Sequence[str],  # one per image
     pixels: str,  # "exact" or "bytes", see `encode_images`
-    inputs: Mapping[str, Sequence]
-    | None = None,  # keyed by `records` and `groups`, if the reward takes them; one value per image
+    inputs: Mapping[str, Sequence] | None = None,  # keyed by `records`, `groups`; one per image
 ) -> Tensor:  # (B,) float32
     """Send images and prompts to a server and return their scores.
 
-    Raises InputError if the number of prompts is wrong, a record cannot be sent as JSON, or the answer is not one finite
-    number per image.
+    Raises InputError if the number of prompts is wrong, a record cannot be sent as JSON, or the answer is not one
+    finite number per image.
     """
     if len(images) != len(prompts) or not all(isinstance(prompt, str) for prompt in prompts):
         raise InputError(
@@ -231,7 +230,7 @@ class RequestOptions(BaseModel):
     """How requests to a reward server are sent: time limit, retries and image format."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, strict=True)
-    timeout: float = Field(600.0, gt=0, le=7 * 24 * 3600)  # for one request, s
+    timeout: float = Field(600.0, gt=0, le=7 * 24 * 3600)  # time limit for a request, s
     retries: int = Field(5, ge=0, le=1000)  # number of tries after the first
     pause: float = Field(1.0, ge=0, le=3600)  # pause before the first retry, s
     pixels: Literal["exact", "bytes"] = "exact"  # how tensors are sent, see `encode_images`

@@ -151,7 +151,9 @@ def _describe_exit(child: subprocess.Popen) -> str:
 class WorkerOptions(client.RequestOptions):
     """How requests to a reward in a child process are sent, and how long its start may take."""
 
-    start_timeout: float = Field(1800.0, gt=0, le=7 * 24 * 3600)  # to load the reward, s
+    start_timeout: float = Field(
+        1800.0, gt=0, le=7 * 24 * 3600
+    )  # time limit for loading the reward, s
     retries: int = Field(3, ge=0, le=1000)  # number of tries after the first
 
 
@@ -299,7 +301,7 @@ SERVER_PACKAGES = ("fastapi", "uvicorn", "numpy", "safetensors", "pillow")
 
 
 def _read_requirements(
-    name: str,  # of a list in `folder`, or path of a user's requirements file
+    name: str,  # name of a list in `folder`, or path of a user's requirements file
     folder: Path,  # folder of the lists
     packages: Sequence[str] = (),  # the user's packages; then no list or file is read
 ) -> tuple[list[str], list[str]]:  # to install with dependencies, and without
@@ -352,7 +354,7 @@ def _is_requirements_file(name: str) -> bool:
 
 
 def environment_dir(
-    name: str,  # of the environment, or path of a user's requirements file
+    name: str,  # name of the environment, or path of a user's requirements file
     folder: Path = ENVIRONMENTS_DIR,  # folder of the lists
     packages: Sequence[str] = (),  # the user's packages; then no list or file is read
 ) -> Path:
@@ -389,7 +391,7 @@ def environment_python(
 
 # %% ../../nbs/05_reward_serving/02_placement.ipynb #229dede5
 def create_environment(
-    name: str,  # of the environment, or path of a user's requirements file
+    name: str,  # name of the environment, or path of a user's requirements file
     say: Callable[[str], None] = print,  # receives progress messages
     folder: Path = ENVIRONMENTS_DIR,  # folder of the lists
     packages: Sequence[str] = (),  # the user's packages; then no list or file is read

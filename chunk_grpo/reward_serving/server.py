@@ -61,8 +61,7 @@ class ScoringRequest(NamedTuple):
 
 
 def pack_request(
-    images: np.ndarray
-    | Sequence[np.ndarray],  # (B, 3, H, W) float32 or uint8, or a list of (H, W, 3) uint8
+    images: np.ndarray | Sequence[np.ndarray],  # (B, 3, H, W) float32 or uint8, or (H, W, 3) uint8
     prompts: Sequence[str],  # one per image
     inputs: Mapping[str, Sequence] | None = None,  # keyed by names in `EXTRA_INPUTS`, one per image
 ) -> bytes:
@@ -181,8 +180,8 @@ def load_by_path(
     """Load a reward from the path of a class, of a loader, or of the reward itself.
 
     If the options alone are enough to call the function, it is a loader, and its result is the reward. If it also
-    needs images and prompts, it is the reward itself, and the options are bound to it. Raises ValueError if neither call is
-    possible.
+    needs images and prompts, it is the reward itself, and the options are bound to it. Raises ValueError if neither
+    call is possible.
     """
     target = import_loader(path)
     try:
@@ -262,7 +261,7 @@ def check_reward(
 def call_reward(
     name: str,  # the reward's name, for error messages
     reward: Callable,  # (images, prompts) -> scores
-    images: np.ndarray | list[np.ndarray],  # as `unpack_request` returns them
+    images: np.ndarray | list[np.ndarray],  # (B, 3, H, W) float32 or uint8, or (H, W, 3) uint8 each
     prompts: list[str],  # one per image
     inputs: Mapping[str, list] | None = None,  # keyed by `records` and `groups`, if sent
 ) -> list[float]:  # one score per image
@@ -375,7 +374,7 @@ def create_scoring_app(
     name: str,  # the reward's name, for /health and error messages
     reward: Callable,  # (images, prompts) -> scores
     token: str | None = None,  # secret that clients must send; None: no token is needed
-    limits: ServerLimits = ServerLimits(),  # on number and size of requests
+    limits: ServerLimits = ServerLimits(),  # limits on the number and size of requests
 ) -> FastAPI:
     """Create the web application that scores images with a reward.
 
@@ -489,7 +488,7 @@ def run_reward_server(
     host: str = "127.0.0.1",  # address to listen on
     port: int = 8000,  # port to listen on
     token: str | None = None,  # secret that clients must send; None: no token is needed
-    limits: ServerLimits = ServerLimits(),  # on number and size of requests
+    limits: ServerLimits = ServerLimits(),  # limits on the number and size of requests
 ) -> None:
     """Load a reward and serve it until the process is stopped.
 

@@ -35,9 +35,7 @@ class PublishedTable(BaseModel):
 
 
 def read_published_tables(
-    file: str
-    | Path
-    | None = None,  # a file in the format of published_tables.yaml; None: that file
+    file: str | Path | None = None,  # formatted like published_tables.yaml; None: that file
 ) -> list[PublishedTable]:
     """Read published tables of methods from a file.
 
@@ -83,9 +81,10 @@ def exact_p_value(
     theirs: Mapping[str, float],  # scores in a paper, keyed by method; higher is better
     ours: Mapping[str, float],  # our scores, keyed by method; higher is better
 ) -> float:
-    """Compute the one-sided p-value of an agreement: the share of permutations of our scores that agree as well or better.
+    """Compute the exact one-sided p-value of the agreement of two orders.
 
-    Raises InputError if the two share more than eight methods.
+    It is the share of all permutations of our scores that agree with theirs as well or better. Raises InputError if
+    the two share more than eight methods.
     """
     shared = sorted(theirs.keys() & ours.keys())
     if len(shared) > 8:
@@ -103,7 +102,10 @@ def agreement_table(
     tables: Sequence[PublishedTable],
     ours: Mapping[str, float],  # our scores, keyed by method; higher is better
 ) -> pd.DataFrame:  # with the columns table, paper, metric, methods, pairs, tau and p
-    """Compare our order of methods with that of each published table; a row per table that shares two or more methods."""
+    """Compare our order of methods with that of each published table.
+
+    There is a row for each table that has two or more of our methods.
+    """
     rows = []
     for table in tables:
         agreement, pairs = concordance(table.scores, ours)

@@ -426,7 +426,7 @@ def _draw_arm_curve(
     arm: str,  # arm whose curve is drawn
     reward: str,  # a reward or another name that `curve_column` takes
     window: int,  # number of iterations over which the curve is smoothed
-    colour: str,  # of the line and the band
+    colour: str,  # colour of the line and the band
 ) -> None:
     """Draw an arm's smoothed curve: the mean over seeds and its 95% interval."""
     runs = {}

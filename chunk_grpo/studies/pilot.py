@@ -118,8 +118,7 @@ def write_tuning_study(
 def at_edge(
     study: Study,  # the study with the grid
     point: Mapping,  # values, keyed by setting
-    arm: str
-    | None = None,  # arm to which the point belongs; None: check only the settings in `tune`
+    arm: str | None = None,  # the point's arm; None: check only the settings in `tune`
     points: Sequence[Mapping] = (),  # all points that the arm tried, if some lie beyond the grid
 ) -> list[str]:
     """Return the settings in which a point has the first or the last value that was tried.

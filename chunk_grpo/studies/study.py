@@ -231,7 +231,8 @@ def read_looks(
 ) -> list[int]:  # ascending
     """Return the number of finished trials at each interim look at the outcomes of a study.
 
-    Collects the looks from `peeks.json`, from the trials' files and from rows in results.jsonl that have the study's plan.
+    Collects the looks from `peeks.json`, from the trials' files, and from the rows in results.jsonl that have the
+    study's plan.
     """
     looks = read_json(out / "peeks.json")["finished"] if (out / "peeks.json").is_file() else []
     plans = [trial_plan for folder in out.glob("[!.]*/") for trial_plan in trial_plans(folder)]
@@ -551,8 +552,7 @@ def _print_gains(
 def run_study(
     source: str | Path,  # name of a study, or its folder
     out: str | Path | None = None,  # folder of its runs; None: runs/studies/NAME
-    processes: int
-    | None = None,  # number of trials at once; None: as many as the pool has room for
+    processes: int | None = None,  # trials at once; None: as many as the pool has room for
     arms: Sequence[str] | None = None,  # only these arms; None: all
     seeds: Sequence[int] | None = None,  # only these seeds; None: all
     known: Sequence[dict] = (),  # rows of trials that were finished elsewhere

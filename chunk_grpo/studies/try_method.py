@@ -247,7 +247,7 @@ HELD_OUT_NAMES = (
 )
 CHECK_LIMITS = (
     "The check rejects a string in the method's file, or in a module of yours that it imports, that names a held-out "
-    f"list or is one of its prompts; the names {', '.join(HELD_OUT_NAMES)} there; a held-out list that the method "
+    f"list or is one of its prompts; the names {', '.join(HELD_OUT_NAMES)} in this code; a held-out list that the method "
     "opens in a run of one iteration; and a held-out prompt among the training prompts. It is no sandbox: it misses "
     "code that hides what it reads, or reads it later or in another process, and a method that was chosen by its "
     "test scores."
@@ -268,8 +268,8 @@ def held_out_lists(
 ) -> list[HeldOutList]:
     """Read the prompt lists that a protocol tunes and tests on.
 
-    If it trains on prompts of the pocket world, the other shipped lists of that world are included. Raises InputError if
-    one of the held-out prompts is a training prompt.
+    If it trains on prompts of the pocket world, the other shipped lists of that world are included. Raises
+    InputError if one of the held-out prompts is a training prompt.
     """
     study = load_study(protocol)
     base = setting.load_settings(find_study_folder(protocol) / "base.yaml")
@@ -300,7 +300,10 @@ def find_leaks(
     files: Iterable[Path],  # code files of a method
     lists: Sequence[HeldOutList],
 ) -> list[str]:  # such as "line 7 of my_method.py names pocket:test192"
-    """List the lines of code that name a held-out list, contain one of its prompts, or use a name in `HELD_OUT_NAMES`."""
+    """List the lines of code that refer to held-out prompts.
+
+    Such a line names a held-out list, contains one of its prompts, or uses a name in `HELD_OUT_NAMES`.
+    """
     list_names = []
     for held_out in lists:
         list_names += [held_out.source, held_out.file.name]
@@ -345,7 +348,7 @@ _open_callbacks: list[Callable[[object], None]] = []  # called with each path th
 
 def _report_open(
     event: str,  # name of the audit event
-    arguments: tuple,  # of the event; for "open" the path comes first
+    arguments: tuple,  # the event's arguments; for "open" the path comes first
 ) -> None:
     """Pass the path of a file that is being opened to all callbacks; this is the module's audit hook."""
     if event == "open" and _open_callbacks:
@@ -493,7 +496,7 @@ def plan_content(
     other_arms: Sequence[str] = (),  # arms of the protocol to include, in addition to its reference
     quick: bool = False,  # fewer seeds and a smaller grid
 ) -> dict:
-    """Build the content of a try's study.yaml: arms, seeds, comparisons, and the grids of the method and the reference."""
+    """Build the content of a try's study.yaml: arms, seeds, comparisons and tuning grids."""
     reference = protocol.reference
     own_arm = checked.name
     if own_arm in protocol.arms:
@@ -653,7 +656,7 @@ READING_NOTE = (
     "difference of the smallest effect of interest, and the *detectable difference* is the smallest true difference "
     "that it detects with a power of 0.8. Both use the standard deviation between seeds in these rows. Intervals cover "
     "other seeds, not other prompts or worlds. Each further version of a method that is tried on these prompts makes "
-    "a lucky winner more likely, which no number here corrects."
+    "a lucky winner more likely, and no number on this page corrects for that."
 )
 
 
