@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['FIXED_SETTINGS', 'HELD_OUT_NAMES', 'CHECK_LIMITS', 'QUICK_SEEDS', 'READING_NOTE', 'split_source', 'find_method',
-           'find_method_files', 'method_changes', 'is_equal_budget', 'own_grid', 'HeldOutList', 'held_out_lists',
+           'find_method_files', 'method_changes', 'is_equal_budget', 'method_grid', 'HeldOutList', 'held_out_lists',
            'find_leaks', 'watch_opens', 'CheckedMethod', 'check_method', 'complete_rows', 'plan_content', 'write_plan',
            'detectable_difference', 'describe_comparison', 'comparison_table', 'rank_table', 'markdown_table',
            'format_comparisons', 'summary_lines', 'build_page', 'default_folder', 'try_method', 'read_summary']
@@ -185,7 +185,7 @@ def _first_numeric_option(
     return None
 
 
-def own_grid(
+def method_grid(
     method_class: type,  # class of the method
     protocol: Study,  # the study whose reference may have a grid of its own
     changes: Mapping = {},  # settings that the method changes
@@ -451,7 +451,7 @@ def check_method(
         study = load_study(protocol)
         base = setting.read_settings_file(find_study_folder(protocol) / "base.yaml")
         load_method(setting.load_settings(base, changes))
-        grid = own_grid(import_callable(method, "method"), study, changes)
+        grid = method_grid(import_callable(method, "method"), study, changes)
         for name, values in grid.items():
             for value in values:
                 try:
