@@ -131,7 +131,7 @@ def test_a_loader_that_dies_later_is_tried_again(fault):
     assert torch.equal(child(PICTURES, PROMPTS), RED)
     os.killpg(child.child.pid, signal.SIGKILL)
     file.write_text("x\n" * 9)
-    child.how = placement.LocalPatience(retries=1, pause=0.0)
+    child.worker_options = placement.WorkerOptions(retries=1, pause=0.0)
     with pytest.raises(client.RewardUnavailable, match="after 2 tries .*it exited with status 9"):
         child(PICTURES, PROMPTS)
     child.close()

@@ -152,7 +152,7 @@ def test_shipped_studies_are_sound(name):
 class Instant:
     """Trials that end at once, each with a gain that nobody should see too early."""
 
-    how = "at once"
+    concurrency_text = "at once"
 
     def __init__(self, most=99):
         self.left = most
@@ -286,12 +286,12 @@ def test_the_iterations_of_the_run_that_a_trial_goes_on_from_are_not_its_own(tmp
     progress = SimpleNamespace(
         plan=[first, second], out=tmp_path, unfinished=lambda: [first, second]
     )
-    assert study._Progress.left(progress) == {"a-0": 2, "b-0": 4}
+    assert study._Progress.iterations_left(progress) == {"a-0": 2, "b-0": 4}
     (tmp_path / "b-0").mkdir()
     (tmp_path / "b-0/metrics.jsonl").write_text(
         "".join(f'{{"iteration": {i}}}\n' for i in range(4))
     )
-    assert study._Progress.left(progress) == {"a-0": 2, "b-0": 3}
+    assert study._Progress.iterations_left(progress) == {"a-0": 2, "b-0": 3}
 
 
 def test_of_two_values_each_is_an_edge():

@@ -54,7 +54,7 @@ def elsewhere(tmp_path, monkeypatch):
 class Begun:
     """Trials whose run folders are made, and which end at once unless they are only to begin."""
 
-    how = "at once"
+    concurrency_text = "at once"
 
     def __init__(self, most=99, ends=True):
         self.left, self.ends = most, ends

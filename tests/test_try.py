@@ -272,7 +272,7 @@ def test_a_method_passes_the_check_in_a_real_iteration(tmp_path, protocol):
 def test_a_hidden_leak_is_caught_when_it_opens_the_list(tmp_path, protocol):
     mine = write_method(tmp_path, HIDDEN_LEAK)
     lists = try_method.held_out_lists(protocol)
-    assert not try_method.find_leaks(try_method.find_files(mine), lists)
+    assert not try_method.find_leaks(try_method.find_method_files(mine), lists)
     with pytest.raises(InputError, match="line 1[0-9] of mine.py opens test192.txt"):
         try_method.check_method(mine, (), protocol)
 

@@ -29,21 +29,21 @@ from ..training.rollout import Trajectories, make_generator
 
 # %% ../../nbs/08_methods/01_decoupled.ipynb #40091cca
 def renoise(
-    context: ReplayContext,  # trajectories and the policy
-    image: Tensor,  # (m,) positions in the trajectories
-    index: Tensor,  # (m,) levels of the grid
-    shared: bool = False,  # one noise for all images of a group at a level
-) -> tuple[Tensor, Tensor]:  # x_t and the velocity's target noise - x_0, (m, S, C) each
+    context: ReplayContext,  # trajectories of B images, and the policy
+    image_index: Tensor,  # (m,) long, indices of images in the trajectories
+    levels: Tensor,  # (m,) long, indices of noise levels in the sampling grid
+    shared: bool = False,  # use the same noise for all images of a group at a level
+) -> tuple[Tensor, Tensor]:  # x_t and the velocity's target, noise - x_0; (m, S, C) each
     """Add new noise to final images at the given levels; return noised latents and velocity targets.
 
-    The noise depends only on the image's random numbers and the level, so it is the same in every update of an
+    The noise depends only on the image's key and the level, so it is the same in every update of an
     iteration. With `shared`, it depends on the group instead of the image.
     """
     trajectories = context.trajectories
     keys = trajectories.keys
-    clean = trajectories.latents_at(image, -1).float().to(context.policy.device)
+    clean = trajectories.latents_at(image_index, -1).float().to(context.policy.device)
     generators = []
-    for position, level in zip(image.tolist(), index.tolist(), strict=True):
+    for position, level in zip(image_index.tolist(), levels.tolist(), strict=True):
         seed, iteration, prompt, generation = keys[position]
         if shared:
             generation = -1
@@ -51,43 +51,44 @@ def renoise(
             make_generator(seed, iteration, prompt, generation, stream=f"noised {level}")
         )
     noise = torch.stack([torch.randn(clean.shape[1:], generator=g) for g in generators]).to(clean)
-    noised = add_noise(clean, noise, trajectories.sampler.sigmas[index].to(clean))
+    noised = add_noise(clean, noise, trajectories.sampler.sigmas[levels].to(clean))
     return noised, velocity_target(clean, noise)
 
 
 def mean_square(x: Tensor) -> Tensor:  # (m, ...) -> (m,)
-    """Return the mean square over all dimensions but the first."""
+    """Compute the mean square over all dimensions but the first."""
     return x.square().flatten(1).mean(1)
 
 
-def normalised_error(off: Tensor) -> Tensor:  # (m, ...) -> (m,)
-    """Return the mean square divided by the mean absolute value; the divisor gets no gradient.
+def normalised_error(error: Tensor) -> Tensor:  # (m, ...) -> (m,)
+    """Divide the mean square of an error by its mean absolute value; the divisor gets no gradient.
 
     Large and small errors then have gradients of the same size.
     """
-    return mean_square(off) / off.detach().abs().flatten(1).mean(1).clamp(min=1e-5)
+    return mean_square(error) / error.detach().abs().flatten(1).mean(1).clamp(min=1e-5)
 
 # %% ../../nbs/08_methods/01_decoupled.ipynb #b6a6a633
 def levels_of_chunks(
-    chunks: Chunks | list[Chunks],  # of the levels: the same for all images, or one per image
+    chunks: Chunks | list[Chunks],  # cut the levels of all images, or those of each image
     chosen: Tensor,  # (B, k) long: chunks sampled for each image, padded with -1
-) -> Tensor:  # (B, n) long, increasing, padded with -1
-    """List the levels of all chunks that were sampled for each image."""
+) -> Tensor:  # (B, n) long, levels in ascending order, padded with -1
+    """List the levels in the chunks that were sampled for each image."""
     owner, level, _ = flatten_chunks(chunks, chosen)
     counts = owner.bincount(minlength=len(chosen)).tolist()
     return pad_sequence(level.split(counts), batch_first=True, padding_value=-1)
 
 # %% ../../nbs/08_methods/01_decoupled.ipynb #67b1ad9e
 class Decoupled(Method):
-    """Base of the methods that train final images with new noise at levels of the grid; the ODE samples them.
+    """Base class of the methods that sample images by the ODE and train on them with new noise.
 
-    A subclass overrides `losses`, and `statistic` and `objective` if the loss is not a log-probability in a ratio.
+    A subclass overrides `losses`, and also `statistic` and `objective` unless its loss acts as a log-probability in a
+    ratio.
     """
 
     has_log_prob = False
-    shared = False  # noise and levels are shared by the images of a group
+    shared = False  # True: the images of a group share noise and levels
     sample_is_chunk = False  # True: a chunk sample has all levels of its chunk; False: one level
-    part = 1.0  # share of the grid, from the noise end, whose levels may be trained
+    trainable_fraction = 1.0  # how much of the grid, from the noise end, may be trained
     required_settings = {
         "window": "all",
         "statistic": "ratio",
@@ -98,7 +99,7 @@ class Decoupled(Method):
 
     def __init__(self, settings: Settings):
         super().__init__(settings)
-        # An objective of the method's own ignores the surrogate, so the setting must stay at its default.
+        # A method with its own objective ignores the surrogate, so the setting must stay at its default.
         if self.needs_group or not self.has_ratio:
             self.required_settings = {**self.required_settings, "surrogate": "clip"}
 
@@ -107,21 +108,21 @@ class Decoupled(Method):
         return Sampler(self.sigmas, "ode", solver=self.settings.solver)
 
     def trainable_steps(self, sampler: Sampler) -> Tensor:
-        """Return the levels that may be trained, (n,) long: the first `part` of the grid, at least one."""
-        return torch.arange(max(1, int(self.part * len(sampler))))
+        """Return the levels that may be trained, (n,) long: the first `trainable_fraction` of the grid."""
+        return torch.arange(max(1, int(self.trainable_fraction * len(sampler))))
 
     def chunks(self, profile: Tensor) -> Chunks:
-        """Return the chunks of the settings if a chunk sample is a chunk; otherwise single levels."""
+        """Return the chunks of the settings if `sample_is_chunk`, else one chunk per level."""
         if self.sample_is_chunk:
             return super().chunks(profile)
         return Chunks.steps(len(profile))
 
     def chunks_of_levels(
         self,
-        paths: Trajectories,  # of B images
-        profile: Tensor,  # (T,) mean distances of the base
+        paths: Trajectories,  # trajectories of B images
+        profile: Tensor,  # (T,) mean distance of each transition under the base
     ) -> Chunks | list[Chunks]:
-        """Cut the levels as the settings say; return one list of chunks per image if they are adaptive."""
+        """Cut the trainable levels into the chunks of the settings; one list per image if they are adaptive."""
         trainable_steps = self.trainable_steps(paths.sampler)
         if self.settings.chunk_rule.min_size:
             return chunk_search.adaptive_chunks(
@@ -131,12 +132,12 @@ class Decoupled(Method):
 
     def partition(
         self,
-        paths: Trajectories,  # of B images
-        profile: Tensor,  # (T,) mean distances of the base
+        paths: Trajectories,  # trajectories of B images
+        profile: Tensor,  # (T,) mean distance of each transition under the base
     ) -> Chunks | list[Chunks]:
-        """Return the chunks whose samples are trained: those of the settings, or single levels.
+        """Return the chunks that chunk samples refer to: those of the settings, or one chunk per level.
 
-        Single levels come as one list per image if images may train unequal numbers of them.
+        With one chunk per level, returns a list with an entry per image if images may train unequal numbers of levels.
         """
         chunks = self.chunks_of_levels(paths, profile)
         if self.sample_is_chunk:
@@ -150,17 +151,17 @@ class Decoupled(Method):
                 sizes
             ):
                 return levels
-        # A mean over processes must know that images may train unequal numbers of levels.
+        # A list per image tells the mean over processes that images may train unequal numbers of levels.
         return [levels] * len(paths.keys)
 
     def select_chunks(
         self,
-        paths: Trajectories,  # of B images
-        chunks: Chunks | list[Chunks],  # of `partition`
-        profile: Tensor,  # (T,) mean distances of the base
+        paths: Trajectories,  # trajectories of B images
+        chunks: Chunks | list[Chunks],  # returned by `partition`
+        profile: Tensor,  # (T,) mean distance of each transition under the base
         iteration: int,  # 0, 1, ...
-    ) -> Tensor:
-        """Sample chunks for each image; return them, or the levels in them, (B, k) long, padded with -1."""
+    ) -> Tensor:  # (B, k) long, padded with -1
+        """Sample chunks for each image; return the chunks if `sample_is_chunk`, else the levels in them."""
         settings = self.settings
         chunks_of_levels = self.chunks_of_levels(paths, profile)
 
@@ -169,7 +170,7 @@ class Decoupled(Method):
             paths = replace(paths, keys=[key.with_generation(-1) for key in paths.keys])
 
         if settings.chunk_weighting == "uniform":
-            chosen = self._draw_uniformly(paths, chunks_of_levels)
+            chosen = self._sample_uniformly(paths, chunks_of_levels)
         else:
             weighting = settings.chunk_weighting
             distance = profile
@@ -193,8 +194,8 @@ class Decoupled(Method):
             return chosen
         return levels_of_chunks(chunks_of_levels, chosen)
 
-    def _draw_uniformly(self, paths: Trajectories, chunks: Chunks | list[Chunks]) -> Tensor:
-        """Sample chunks with equal chances, by a random order of those allowed; (B, k) long, padded with -1."""
+    def _sample_uniformly(self, paths: Trajectories, chunks: Chunks | list[Chunks]) -> Tensor:
+        """Sample allowed chunks of each image with equal chances, without replacement; (B, k) long, padded with -1."""
         chunks_per_image = [chunks] * len(paths.keys) if isinstance(chunks, Chunks) else chunks
         rows = []
         for key, image_chunks in zip(paths.keys, chunks_per_image, strict=True):
@@ -207,7 +208,10 @@ class Decoupled(Method):
         return pad_sequence(rows, batch_first=True, padding_value=-1)
 
     def count_trained_per_image(self, chunks: Chunks | None) -> float:
-        """Return the mean number of levels that an image trains."""
+        """Return the mean number of levels that an image trains; `chunks` is ignored.
+
+        The count follows from the chunks of the settings, since `chunks` may be single levels.
+        """
         count = len(self.trainable_steps(self.sampler(0)))
         if self.settings.chunk_rule.kind == "fixed":
             return transitions_per_image(
@@ -218,24 +222,24 @@ class Decoupled(Method):
     def states(
         self,
         context: ReplayContext,  # trajectories and the policy
-        image: Tensor,  # (m,) positions in the trajectories
-        index: Tensor,  # (m,) levels of the grid
-    ) -> tuple[Tensor, Tensor]:
-        """Return noised final images and their velocity targets, (m, S, C) each."""
+        image: Tensor,  # (m,) long, indices of images in the trajectories
+        index: Tensor,  # (m,) long, levels of the grid
+    ) -> tuple[Tensor, Tensor]:  # (m, S, C) each
+        """Return noised final images and their velocity targets."""
         return renoise(context, image, index, self.shared)
 
     def transition_stats(
         self,
         batch: TransitionBatch,  # noised latents, and their velocity targets
     ) -> tuple[Tensor, ...]:
-        """Return the `losses`."""
+        """Return the method's `losses`."""
         return self.losses(batch)
 
     def losses(
         self,
         batch: TransitionBatch,  # noised latents, and their velocity targets
     ) -> tuple[Tensor, ...]:  # (m,) each
-        """Return the transition statistics of levels; its first tensor takes the place of a log-probability."""
+        """Return the transition statistics of levels; the first tensor takes the place of a log-probability."""
         return (-mean_square(batch.velocity - batch.target),)
 
     def check(self) -> None:
@@ -256,12 +260,12 @@ class Decoupled(Method):
 
 # %% ../../nbs/08_methods/01_decoupled.ipynb #83c594cb
 class Elbo(Decoupled):
-    """ELBO-EPG, -PEPG, -PAR (2602.04663) and a clipped ratio: minus the weighted loss as log-probability."""
+    """ELBO-EPG, -PEPG, -PAR (2602.04663) and a clipped ratio: the negative weighted loss is the log-probability."""
 
-    weight = "adaptive"  # simple, path-kl or adaptive
+    weight = "adaptive"  # weight of a level's loss: simple, path-kl or adaptive
 
     def losses(self, batch: TransitionBatch) -> tuple[Tensor, ...]:
-        """Return minus the flow-matching loss, weighted by `weight`, (m,)."""
+        """Return the negative flow-matching loss, weighted by `weight`, (m,)."""
         t = batch.sigma
         error = batch.velocity - batch.target
         if self.weight == "adaptive":
@@ -274,7 +278,7 @@ class Elbo(Decoupled):
 
 
 class VGrpo(Elbo):
-    """V-GRPO (2604.23380): a group shares noise and stratified levels; a tanh limits advantages to 3."""
+    """V-GRPO (2604.23380): images of a group share noise and stratified levels; a tanh bounds advantages by 3."""
 
     shared = True
     # The strata cover all levels, so no setting may choose among them.
@@ -286,7 +290,7 @@ class VGrpo(Elbo):
     }
 
     def advantages(self, scores: dict[str, Tensor], weights: dict[str, float]) -> Tensor:
-        """Return 3 tanh(A / 3) of the usual advantages, (P, G)."""
+        """Return 3 tanh(A / 3) for the usual advantages A, (P, G)."""
         return 3 * (super().advantages(scores, weights) / 3).tanh()
 
     def select_chunks(
@@ -296,7 +300,7 @@ class VGrpo(Elbo):
         profile: Tensor,
         iteration: int,
     ) -> Tensor:
-        """Sample one level from each of equal strata of the grid, the same for a group; (B, k) long."""
+        """Cut the grid into equal strata and sample a level from each, the same for a group; (B, k) long."""
         count = chunk_count(len(chunks), self.settings.chunk_fraction)
         edges = torch.arange(count + 1) * len(chunks) // count
         uniforms = [
@@ -310,14 +314,14 @@ class Awm(Decoupled):
     """Advantage-weighted matching (2509.25050): a concave function of the loss, near a moving average."""
 
     power = 0.25  # p of the concave function
-    pull = 1.0  # weight of the distance to the moving average
-    part = 0.9
+    average_weight = 1.0  # weight of the distance to the moving average's velocity
+    trainable_fraction = 0.9
     statistic_size = 2
     reference_decays: Mapping[str, Callable[[int], float]] = {"ema": lambda iteration: 0.3}
     references = ("ema",)
 
     def losses(self, batch: TransitionBatch) -> tuple[Tensor, ...]:
-        """Return minus the concave loss, weighted by t, and the distance to the average's velocity, (m,) each."""
+        """Return the negative concave loss, weighted by t, and the distance to the average's velocity, (m,) each."""
         small = 1e-10
         loss = mean_square(batch.velocity - batch.target)
         concave = ((loss + small) ** self.power - small**self.power) / self.power
@@ -329,7 +333,7 @@ class Awm(Decoupled):
         new: tuple[Tensor, ...],  # transition statistics under the present weights, (m,) each
         old: tuple[Tensor, ...],  # transition statistics before the first update
     ) -> Tensor:
-        """Return the log-ratio and the distance to the average, (m, 2)."""
+        """Return the log-ratio and the distance to the average's velocity, (m, 2)."""
         return torch.stack([new[0] - old[0], new[1]], 1)
 
     def objective(self, terms: ChunkTerms) -> Tensor:
@@ -337,11 +341,11 @@ class Awm(Decoupled):
         log_ratio, distance = terms.statistic.unbind(1)
         advantage = terms.advantage / self.settings.advantage_clamp
         surrogate = super().objective(replace(terms, statistic=log_ratio, advantage=advantage))
-        return surrogate - self.pull * distance
+        return surrogate - self.average_weight * distance
 
 # %% ../../nbs/08_methods/01_decoupled.ipynb #47d6560a
 class Nft(Decoupled):
-    """DiffusionNFT (2509.16117): a mixture of old and new velocity fits good images, its mirror image bad ones."""
+    """DiffusionNFT (2509.16117): fit a mixture of old and new velocity to good images, its mirror image to bad ones."""
 
     beta = 1.0  # share of the present velocity in the mixture
     has_ratio = False
@@ -367,21 +371,21 @@ class Nft(Decoupled):
         return torch.stack(new, 1)
 
     def objective(self, terms: ChunkTerms) -> Tensor:
-        """Return minus the errors, weighted by how good the image is, (N,)."""
-        good = (terms.advantage / 10 + 0.5).clamp(0, 1)  # r in [0, 1]
+        """Return the negative errors, weighted by how good the image is, (N,)."""
+        goodness = (terms.advantage / 10 + 0.5).clamp(0, 1)  # the advantage scaled to [0, 1]
         mixed, mirrored = terms.statistic.unbind(1)
-        return -5 / self.beta * (good * mixed + (1 - good) * mirrored)
+        return -5 / self.beta * (goodness * mixed + (1 - goodness) * mirrored)
 
 
 class Crd(Decoupled):
-    """CRD (2603.14128): the centred implicit reward is regressed on the centred advantage."""
+    """CRD (2603.14128): regress the centred implicit reward on the centred advantage."""
 
     beta = 1.0  # scale of the implicit reward
     has_ratio = False
     needs_group = True
     shared = True
     reference_decays: Mapping[str, Callable[[int], float]] = {
-        # Images are compared with "old"; "sampling" samples them.
+        # "sampling" samples the images; "old" is the model that their errors are compared with.
         "old": lambda iteration: min(0.25 + 0.005 * iteration, 0.999),
         "sampling": lambda iteration: min(0.0075 * max(iteration - 75, 0), 0.999),
     }
@@ -389,33 +393,33 @@ class Crd(Decoupled):
     references = ("old",)
 
     def losses(self, batch: TransitionBatch) -> tuple[Tensor, ...]:
-        """Return by how much the present error is below that of the old copy, (m,)."""
+        """Return by how much the present error is smaller than that of the old weights, (m,)."""
         old_error = normalised_error(batch.reference_velocities["old"] - batch.target)
         return (old_error - normalised_error(batch.velocity - batch.target),)
 
     def objective(self, terms: ChunkTerms) -> Tensor:
-        """Return minus the squared difference of centred implicit reward and centred advantage, (N,)."""
+        """Return the negative squared difference of centred implicit reward and centred advantage, (N,)."""
         statistic = terms.statistic
         _, group_index = terms.group.unique(return_inverse=True)
-        goal = subtract_group_mean(terms.advantage / 10, group_index)
-        # The mean of the group is subtracted from the value and not from the gradient.
+        target = subtract_group_mean(terms.advantage / 10, group_index)
+        # The group's mean is subtracted from the value but not from the gradient.
         implicit = self.beta * (
             statistic - statistic.detach() + subtract_group_mean(statistic.detach(), group_index)
         )
-        return -(implicit - goal).square() * 5 / self.beta
+        return -(implicit - target).square() * 5 / self.beta
 
 
 def subtract_group_mean(
     x: Tensor,  # (N,) values
-    of: Tensor,  # (N,) long: the group 0, 1, ... of each value
+    group_index: Tensor,  # (N,) long: the group 0, 1, ... of each value
 ) -> Tensor:  # (N,)
-    """Subtract from each value the mean of its group."""
-    sums = torch.zeros(int(of.max()) + 1).to(x).index_add(0, of, x)
-    return x - (sums / of.bincount())[of]
+    """Subtract the mean of its group from each value."""
+    sums = torch.zeros(int(group_index.max()) + 1).to(x).index_add(0, group_index, x)
+    return x - (sums / group_index.bincount())[group_index]
 
 # %% ../../nbs/08_methods/01_decoupled.ipynb #c0e57077
 def _check_credit_changes_order(settings: Settings) -> None:
-    """Raise InputError for a credit that puts a group's images in the same order as the credit `group`."""
+    """Raise InputError if `credit` ranks the images of a group as the credit `group` does and so has no effect."""
     if settings.credit in ("sum", "gdpo"):
         raise InputError(
             f"`credit` must be group, batch, none or wins with {settings.method}, which uses only the order of a "
@@ -424,33 +428,33 @@ def _check_credit_changes_order(settings: Settings) -> None:
 
 
 class GroupDpo(Decoupled):
-    """DGPO (2510.08425): good images against bad ones, weighted by how well the group is separated already."""
+    """DGPO (2510.08425): compare good images with bad ones, with less weight if the group is separated already."""
 
     beta = 100.0  # inverse temperature of the group's weight
-    part = 0.6
+    trainable_fraction = 0.6
     statistic_size = 3
     shared = True
     needs_group = True
     references = ("base",)
 
     def losses(self, batch: TransitionBatch) -> tuple[Tensor, ...]:
-        """Return minus the loss, and by how much the loss is below that of the base, (m,) each."""
+        """Return the negative loss, and by how much the loss is smaller than that of the base, (m,) each."""
         loss = mean_square(batch.velocity - batch.target)
         return -loss, mean_square(batch.reference_velocities["base"] - batch.target) - loss
 
     def statistic(self, new: tuple[Tensor, ...], old: tuple[Tensor, ...]) -> Tensor:
-        """Return the log-ratio, then minus the loss and the gain over the base without graph, (m, 3)."""
+        """Return the log-ratio, then the negative loss and the gain over the base without gradient, (m, 3)."""
         return torch.stack([new[0] - old[0], *(x.detach() for x in new)], 1)
 
     def objective(self, terms: ChunkTerms) -> Tensor:
-        """Return the weighted advantage times minus the loss, without gradient where the ratio is clipped, (N,)."""
+        """Return the weighted advantage times the negative loss, without gradient where the ratio is clipped, (N,)."""
         advantage = terms.advantage
         log_ratio, negative_loss, gain = terms.statistic.unbind(1)
         # The loss keeps its value and gets its gradient back from the log-ratio.
         negative_loss = negative_loss + log_ratio - log_ratio.detach()
         _, group_index = terms.group.unique(return_inverse=True)
 
-        # The group's mean is the logit: the weight is small if the group is separated already.
+        # Centring within the group makes the weight small if the group is separated already.
         logit = -advantage * self.beta * gain.detach()
         weight = (logit - subtract_group_mean(logit, group_index)).sigmoid()
 
@@ -463,7 +467,7 @@ class GroupDpo(Decoupled):
 
 
 class BestOfN(Decoupled):
-    """Rejection sampling: the flow-matching loss of the best image of each group only."""
+    """Rejection sampling: train only on the best image of each group, with the flow-matching loss."""
 
     has_ratio = False
 
@@ -478,7 +482,7 @@ class BestOfN(Decoupled):
         return best / best.sum(1, keepdim=True).clamp(min=1)
 
     def objective(self, terms: ChunkTerms) -> Tensor:
-        """Return minus the loss of the best images, (N,)."""
+        """Return the negative loss of the best images, weighted, and 0 for the others, (N,)."""
         return terms.advantage * terms.statistic
 
     def check(self) -> None:
@@ -488,7 +492,7 @@ class BestOfN(Decoupled):
 
 
 class OnlineDpo(Decoupled):
-    """Diffusion-DPO on the best and the worst image of each group."""
+    """Online Diffusion-DPO: prefer the best image of each group to the worst."""
 
     beta = 100.0  # inverse temperature of the preference
     has_ratio = False
@@ -497,17 +501,17 @@ class OnlineDpo(Decoupled):
     references = ("base",)
 
     def losses(self, batch: TransitionBatch) -> tuple[Tensor, ...]:
-        """Return by how much the loss is below that of the base, (m,)."""
+        """Return by how much the loss is smaller than that of the base, (m,)."""
         base_loss = mean_square(batch.reference_velocities["base"] - batch.target)
         return (base_loss - mean_square(batch.velocity - batch.target),)
 
     def objective(self, terms: ChunkTerms) -> Tensor:
-        """Return the log-sigmoid of the margin at the best image of each group, 0 elsewhere, (N,)."""
+        """Return the log-sigmoid of the margin at the best image of each group, and 0 at the others, (N,)."""
         statistic = terms.statistic
         advantage = terms.advantage
         objective = torch.zeros_like(statistic)
-        for number in terms.group.unique():
-            samples = (terms.group == number).nonzero()[:, 0]
+        for group in terms.group.unique():
+            samples = (terms.group == group).nonzero()[:, 0]
             best = samples[advantage[samples].argmax()]
             worst = samples[advantage[samples].argmin()]
             if advantage[best] > advantage[worst]:

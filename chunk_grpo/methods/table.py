@@ -13,7 +13,7 @@ from ..training.method_loading import load_method
 
 # %% ../../nbs/08_methods/00_table.ipynb #ed9f36df
 def _describe_noise(settings: Settings, method: Method) -> str:
-    """Name the sampler, and the window, merging and solver if they are not the defaults."""
+    """Name the sampler of a method, and the window, merging and solver if they are not the defaults."""
     if not len(method.sampler(0).stochastic):
         return "ODE"
     choices = [settings.sampler]
@@ -27,7 +27,7 @@ def _describe_noise(settings: Settings, method: Method) -> str:
 
 
 def _describe_start(settings: Settings) -> str:
-    """Say what the images of a group share."""
+    """Describe what the images of a group share: their initial noise, or the first transitions."""
     if not settings.shared_noise:
         return settings.sharing
     if settings.noise_spread > 0:
@@ -36,7 +36,7 @@ def _describe_start(settings: Settings) -> str:
 
 
 def _describe_credit(settings: Settings) -> str:
-    """Name the form of the advantages, and the credit settings that are not the defaults."""
+    """Name the kind of advantages, and the credit settings that are not the defaults."""
     choices = [settings.credit]
     if settings.credit_of != "image":
         choices.append(settings.credit_of)
@@ -48,7 +48,7 @@ def _describe_credit(settings: Settings) -> str:
 
 
 def _describe_grouping(settings: Settings) -> str:
-    """Name the chunks, and how often their profile is measured again."""
+    """Name the chunks, and say how often their profile is measured again."""
     if settings.profile_every > 0:
         return f"{settings.chunks}, every {settings.profile_every}"
     return settings.chunks
@@ -56,22 +56,22 @@ def _describe_grouping(settings: Settings) -> str:
 
 def _describe_selection(
     settings: Settings,
-    items_are_chunks: bool,  # False: single levels are trained, which `chunks` only selects
+    samples_are_chunks: bool,  # False: a chunk sample is one level, and `chunks` only selects levels
 ) -> str:
-    """Name the share of chunks that an update trains, which ones may be sampled, and the step weights."""
-    words = [f"{settings.chunk_fraction:g}"]
+    """Name the fraction of chunks that an update trains, which chunks may be sampled, and the step weights."""
+    phrases = [f"{settings.chunk_fraction:g}"]
     if settings.train_chunks != "all":
-        words.append(f"of chunks {settings.train_chunks}")
-    if not items_are_chunks and settings.chunks != "steps":
-        words.append(f"of {settings.chunks}")
-    selection = " ".join(words)
+        phrases.append(f"of chunks {settings.train_chunks}")
+    if not samples_are_chunks and settings.chunks != "steps":
+        phrases.append(f"of {settings.chunks}")
+    selection = " ".join(phrases)
     if settings.step_weights == "one":
         return selection
     return f"{selection}, {settings.step_weights}"
 
 
 def _describe_anchor(settings: Settings) -> str:
-    """Name the weight and kind of the KL penalty, when its reference moves, and its share of images."""
+    """Name the weight and kind of the KL penalty, when its reference model moves, and its share of images."""
     if not settings.kl:
         return "none"
     choices = [f"{settings.kl:g} {settings.anchor}"]
@@ -82,11 +82,11 @@ def _describe_anchor(settings: Settings) -> str:
     return ", ".join(choices)
 
 
-def describe_axes(settings: Settings) -> dict[str, str]:  # axis -> choice
-    """Return the choice of the settings on every axis, in the words of the settings."""
+def describe_axes(settings: Settings) -> dict[str, str]:
+    """Return the choice of a method on every axis, keyed by axis, in terms of the settings' values."""
     method = load_method(settings)
     entry = METHODS.get(settings.method, {})
-    items_are_chunks = (
+    samples_are_chunks = (
         method.has_log_prob or "likelihood" in entry or getattr(method, "sample_is_chunk", False)
     )
     if not method.has_log_prob:
@@ -100,22 +100,22 @@ def describe_axes(settings: Settings) -> dict[str, str]:  # axis -> choice
         "start": _describe_start(settings),
         "credit": _describe_credit(settings),
         "likelihood": likelihood,
-        "grouping": _describe_grouping(settings) if items_are_chunks else "levels",
+        "grouping": _describe_grouping(settings) if samples_are_chunks else "levels",
         "surrogate": entry.get("surrogate", settings.surrogate),
-        "where": _describe_selection(settings, items_are_chunks),
+        "where": _describe_selection(settings, samples_are_chunks),
         "anchor": _describe_anchor(settings),
         "drawn by": method.sampling_reference or "present",
     }
 
 
 def method_row(
-    name: str,  # of a method in METHODS
+    name: str,  # name of a method in METHODS
     base: str | dict = "paper/chunk",  # preset, YAML file or values: the other settings
 ) -> dict:
     """Build a method's row of the table: title, source, idea, choice on every axis, and cost per image.
 
-    Costs are forward passes per image, and `scored` is the number of images scored per image; both are rounded to
-    two digits. Raise InputError if there is no such method.
+    `rollout`, `trained` and `extra` are forward passes per image, and `scored` is the number of images scored per
+    image; all are rounded to two decimals. Raises InputError if there is no such method.
     """
     if name not in METHODS:
         raise InputError(f"`method` must be one of {', '.join(METHODS)}; got {name[:80]!r}")

@@ -40,12 +40,12 @@ from safetensors import SafetensorError
 from safetensors.numpy import load, save
 from starlette.requests import ClientDisconnect
 
-PROTOCOL_VERSION = 2  # of bodies and answers; client and server must have the same
-_MAX_TEXT = 1_000_000  # bytes of the safetensors header
-# bytes of the prompts as JSON: 256 prompts of 10,000 characters fit twelve times and more
-_MAX_PROMPTS = 100_000_000
+PROTOCOL_VERSION = 2  # of requests and answers; client and server must have the same version
+_MAX_HEADER_BYTES = 1_000_000  # of the safetensors header
+# largest JSON tensor, in bytes; 256 prompts of 10,000 characters need at most 31 MB
+_MAX_JSON_BYTES = 100_000_000
 _PROMPTS = TypeAdapter(list[str])
-# what a reward may take besides images and prompts, by the names of its parameters
+# inputs that a reward may take in addition to images and prompts, keyed by the parameter's name
 EXTRA_INPUTS = {
     "records": TypeAdapter(list[dict[str, Any]]),  # the record of each image's prompt
     "groups": TypeAdapter(list[int]),  # the group of each image
@@ -53,57 +53,60 @@ EXTRA_INPUTS = {
 
 # %% ../../nbs/05_reward_serving/00_server.ipynb #5f3cd50a
 class ScoringRequest(NamedTuple):
-    """The content of a request."""
+    """The content of a scoring request: images, prompts and further inputs of the reward."""
 
-    images: np.ndarray | list[np.ndarray]  # as they were packed
+    images: np.ndarray | list[np.ndarray]  # (B, 3, H, W), or one (H, W, 3) per image, as packed
     prompts: list[str]  # one per image
-    inputs: dict[str, list]  # `records` and `groups`, one per image, where they were sent
+    inputs: dict[str, list]  # keyed by `records` and `groups`, if sent; one value per image
 
 
 def pack_request(
-    images: np.ndarray | Sequence[np.ndarray],  # (B, 3, H, W) float32 or uint8; or (H, W, 3) uint8
+    images: np.ndarray | Sequence[np.ndarray],  # (B, 3, H, W) float32 or uint8, or (H, W, 3) uint8
     prompts: Sequence[str],  # one per image
-    inputs: Mapping[str, Sequence] | None = None,  # some of `EXTRA_INPUTS`, one per image
+    inputs: Mapping[str, Sequence] | None = None,  # keyed by names in `EXTRA_INPUTS`, one per image
 ) -> bytes:
-    """Return the body of a request with images, prompts and what the reward takes besides them.
+    """Build the body of a scoring request from images, prompts and further inputs of the reward.
 
-    Raises TypeError if a record holds what JSON does not have.
+    Raises TypeError if a record holds a value that JSON cannot represent.
     """
     if isinstance(images, np.ndarray):
         tensors = {"images": images}
     else:
-        tensors = {f"{i:06}": x for i, x in enumerate(images)}
+        tensors = {f"{i:06}": image for i, image in enumerate(images)}
     for name, values in {"prompts": prompts, **(inputs or {})}.items():
         tensors[name] = np.frombuffer(json.dumps(list(values)).encode(), np.uint8)
     return save(tensors)
 
 
 def _read_json_tensor(
-    tensor: np.ndarray,  # bytes of JSON, but not trusted
-    form: TypeAdapter,  # of the content
+    tensor: np.ndarray,  # untrusted; JSON text as bytes
+    content_type: TypeAdapter,  # type that the JSON must have
 ) -> list:
-    """Return a list that a request holds as JSON; raise ValueError if it is none or too long."""
-    is_valid = tensor.dtype == np.uint8 and tensor.size <= _MAX_PROMPTS
-    return form.validate_json(tensor.tobytes() if is_valid else b"")
+    """Decode a list that a request holds as JSON in a tensor.
+
+    Raises ValueError if the tensor is too long or its content does not have the type.
+    """
+    is_text = tensor.dtype == np.uint8 and tensor.size <= _MAX_JSON_BYTES
+    return content_type.validate_json(tensor.tobytes() if is_text else b"")
 
 
 def unpack_request(
-    body: bytes,  # as `pack_request` makes it, but not trusted
+    body: bytes,  # untrusted; made by `pack_request`
     max_images: int = 256,  # largest number of images in a body
 ) -> ScoringRequest:
-    """Return the content of a body as it was packed.
+    """Read and check the body of a scoring request; the reverse of `pack_request`.
 
     Raises ValueError with a one-sentence message if the body is not a valid request.
     """
-    if len(body) < 8 or int.from_bytes(body[:8], "little") > _MAX_TEXT:
+    if len(body) < 8 or int.from_bytes(body[:8], "little") > _MAX_HEADER_BYTES:
         raise ValueError("body must be a safetensors file with a short header")
     try:
         tensors = load(body)
         prompts = _read_json_tensor(tensors.pop("prompts"), _PROMPTS)
         "".join(prompts).encode()  # raises ValueError for text that UTF-8 cannot hold
         inputs = {
-            name: _read_json_tensor(tensors.pop(name), form)
-            for name, form in EXTRA_INPUTS.items()
+            name: _read_json_tensor(tensors.pop(name), content_type)
+            for name, content_type in EXTRA_INPUTS.items()
             if name in tensors
         }
     except (SafetensorError, ValidationError, KeyError, TypeError, ValueError) as error:
@@ -154,9 +157,9 @@ def unpack_request(
 
 # %% ../../nbs/05_reward_serving/00_server.ipynb #2b18178a
 def import_loader(path: str) -> Callable:
-    """Import the function that a path names: package.module:function or folder/file.py:function.
+    """Import the function or class that a path names: package.module:function or folder/file.py:function.
 
-    Raises ValueError if the function is missing.
+    Raises ValueError if the module or file defines no such function or class.
     """
     module, _, name = path.rpartition(":")
     if module.endswith(".py"):
@@ -171,13 +174,14 @@ def import_loader(path: str) -> Callable:
 
 
 def load_by_path(
-    path: str,  # as for `import_loader`
-    options: Mapping[str, Any],  # keyword arguments
-) -> Any:  # the reward; `create_scoring_app` checks it
+    path: str,  # package.module:name or file.py:name, of a class, a loader or the reward itself
+    options: Mapping[str, Any],  # keyword arguments for it
+) -> Any:  # the reward, not yet checked; `create_scoring_app` checks it
     """Load a reward from the path of a class, of a loader, or of the reward itself.
 
-    A function is the reward itself if the options are not enough to call it, and images and prompts are. The options
-    are then bound to it. Raises ValueError if the options are not enough for either.
+    If the options alone are enough to call the function, it is a loader, and its result is the reward. If it also
+    needs images and prompts, it is the reward itself, and the options are bound to it. Raises ValueError if neither
+    call is possible.
     """
     target = import_loader(path)
     try:
@@ -204,16 +208,16 @@ def load_by_path(
 
 
 def format_error(error: Exception) -> str:
-    """Return an error in one line, with its type unless its message is clear without it."""
+    """Format an error as one line, with its type unless the message is clear without it."""
     message = " ".join(str(error).split())
     is_clear = type(error).__name__ == "InputError" or message.startswith("reward: ")
     return message if is_clear else f"{type(error).__name__}: {message}"
 
 
 def extra_inputs(reward: Callable) -> tuple[str, ...]:
-    """Return which of `EXTRA_INPUTS` a reward declares as parameters.
+    """Return the names in `EXTRA_INPUTS` that a reward declares as parameters.
 
-    A reward in yet another process names them in its attribute `extra_inputs`.
+    A reward that runs in another process lists them in its attribute `extra_inputs` instead.
     """
     named = getattr(reward, "extra_inputs", None)
     if named is not None:
@@ -235,9 +239,9 @@ def extra_inputs(reward: Callable) -> tuple[str, ...]:
 
 def check_reward(
     name: str,  # the reward's name, for the error message
-    reward: Any,  # what a loader returned
+    reward: Any,  # the object that a loader returned
 ) -> None:
-    """Raise ValueError if a reward cannot be called with images, prompts and what it declares."""
+    """Raise ValueError unless a reward can be called with images, prompts and its `extra_inputs`."""
     if not callable(reward):
         raise ValueError(
             f"reward: {name} must be loaded as a function (images, prompts) -> scores; it is a "
@@ -257,15 +261,15 @@ def check_reward(
 def call_reward(
     name: str,  # the reward's name, for error messages
     reward: Callable,  # (images, prompts) -> scores
-    images: np.ndarray | list[np.ndarray],  # as `unpack_request` returns them
+    images: np.ndarray | list[np.ndarray],  # (B, 3, H, W) float32 or uint8, or (H, W, 3) uint8 each
     prompts: list[str],  # one per image
-    inputs: Mapping[str, list] | None = None,  # `records` and `groups`, where they were sent
+    inputs: Mapping[str, list] | None = None,  # keyed by `records` and `groups`, if sent
 ) -> list[float]:  # one score per image
-    """Call a reward and return its scores.
+    """Call a reward with images and prompts, and return its scores.
 
-    An array of images becomes a torch tensor, bytes scaled to [0, 1]; a list becomes PIL images, and so does an array in
-    an environment without torch. Raises ValueError if the reward does not return one finite number per image, or
-    declares an input that was not sent.
+    The reward gets an array of images as a torch tensor, with bytes scaled to [0, 1], and a list as PIL images; without
+    torch in the environment it gets PIL images in both cases. Raises ValueError if the reward does not return one
+    finite number per image, or declares an input that was not sent.
     """
     declared = extra_inputs(reward)
     if missing := [key for key in declared if key not in (inputs or {})]:
@@ -306,53 +310,59 @@ def call_reward(
 
 # %% ../../nbs/05_reward_serving/00_server.ipynb #6a6f71ef
 def find_rejected(
-    reward: Callable,  # may have `check_prompt`, `category` or `check_record`, which raise
-    prompts: list[str],  # to be checked
-    records: list[dict] | None = None,  # of the prompts; None: the prompts alone
-) -> list | None:  # index of the prompt, and the reason
-    """Find the first prompt that a reward rejects; return None if it accepts all."""
+    reward: Callable,  # may have methods `check_prompt`, `category` or `check_record`, which raise
+    prompts: list[str],  # the prompts to check
+    records: list[dict] | None = None,  # one per prompt; None: records that hold only the prompt
+) -> list | None:  # [index of the prompt, reason]
+    """Return the index of a prompt that the reward rejects and the reason, or None if it accepts all.
+
+    The reward's methods are called one after another, each with all prompts; the result is the first rejection.
+    """
     if records is None:
         records = [{"prompt": prompt} for prompt in prompts]
-    checked = {"check_prompt": prompts, "category": prompts, "check_record": records}
-    for name, values in checked.items():
+    values_by_method = {"check_prompt": prompts, "category": prompts, "check_record": records}
+    for name, values in values_by_method.items():
         check = getattr(reward, name, None)
-        for number, value in enumerate(values if check else ()):
+        for index, value in enumerate(values if check else ()):
             try:
                 check(value)
             except Exception as error:  # the client gets whatever a reward raises
-                return [number, format_error(error)]
+                return [index, format_error(error)]
     return None
 
 
 @dataclass(frozen=True)
 class _PromptRecords:
-    """The content of a request for a check, if the reward declares `records`."""
+    """The content of a request to /check if the reward declares `records`."""
 
     prompts: list[str]
     records: list[dict[str, Any]]  # one per prompt
 
 
-_CHECK = TypeAdapter(list[str] | _PromptRecords)
+_CHECK_REQUEST = TypeAdapter(list[str] | _PromptRecords)
 
 # %% ../../nbs/05_reward_serving/00_server.ipynb #3ddfa9ed
 @dataclass(frozen=True)
 class ServerLimits:
-    """Limits on the requests of a server; bodies of four times `bytes` may wait at once."""
+    """Limits on the requests to a server.
 
-    images: int = 256  # largest number in a request
+    All bodies that wait or are being scored may have four times `bytes` together.
+    """
+
+    images: int = 256  # largest number of images in a request
     bytes: int = 512_000_000  # largest size of a request's body
-    waiting: int = 64  # requests in the queue, without the one that is scored
-    body_seconds: float = 60.0  # time in which a body must arrive
+    waiting: int = 64  # largest number of requests in the queue, not counting the one being scored
+    body_seconds: float = 60.0  # time within which a body must arrive, s
 
     def __post_init__(self) -> None:
-        """Raise ValueError for a limit that is too small or too large."""
+        """Raise ValueError if a limit is too small or too large."""
         for name, least in {"images": 1, "bytes": 1, "waiting": 0, "body_seconds": 1e-3}.items():
             if not least <= getattr(self, name) <= 1e12:
                 raise ValueError(f"max_{name} must be at least {least}; got {getattr(self, name)}")
 
 
 def scorer_versions() -> dict[str, str]:
-    """Return the versions of Python and of the libraries that influence a score."""
+    """Return the versions of Python and of the installed libraries that influence scores, keyed by name."""
     versions = {"python": platform.python_version()}
     for name in ("torch", "transformers", "pillow", "chunk_grpo", "hpsv3"):
         with contextlib.suppress(PackageNotFoundError):
@@ -363,15 +373,15 @@ def scorer_versions() -> dict[str, str]:
 def create_scoring_app(
     name: str,  # the reward's name, for /health and error messages
     reward: Callable,  # (images, prompts) -> scores
-    token: str | None = None,  # that clients must send; None: no token is needed
-    limits: ServerLimits = ServerLimits(),  # on requests
+    token: str | None = None,  # secret that clients must send; None: no token is needed
+    limits: ServerLimits = ServerLimits(),  # limits on the number and size of requests
 ) -> FastAPI:
-    """Return the web application that scores images with a reward.
+    """Create the web application that scores images with a reward.
 
-    Its paths are /health, /score and /check, see the table at the top of the page. Raises ValueError if the reward
-    cannot be called with images and prompts.
+    Its paths are /health, /score and /check; the table at the top of the page describes them. Raises ValueError if the
+    reward cannot be called with images and prompts.
     """
-    request_bytes: list[int] = []  # size of each request that waits or is scored
+    request_bytes: list[int] = []  # size of each request that is waiting or being scored
     device = getattr(reward, "device", getattr(getattr(reward, "model", None), "device", "cpu"))
     check_reward(name, reward)
     about = {
@@ -385,7 +395,7 @@ def create_scoring_app(
     }
 
     async def check_token(request: Request) -> None:
-        """Answer 401 unless the request has the token; compare in constant time."""
+        """Answer with status 401 unless the request has the token; compare in constant time."""
         header = request.headers.get("authorization", "").encode()
         if token and not hmac.compare_digest(header, f"Bearer {token}".encode()):
             raise HTTPException(
@@ -399,7 +409,7 @@ def create_scoring_app(
 
     @contextlib.contextmanager
     def reserve(size: int) -> Iterator[None]:
-        """Hold a place in the queue for a body of `size` bytes; answer 503 if the queue is full."""
+        """Hold a place in the queue for a body of `size` bytes; answer with status 503 if the queue is full."""
         too_many = len(request_bytes) > limits.waiting
         if too_many or sum(request_bytes) + size > 4 * limits.bytes:
             raise HTTPException(
@@ -412,7 +422,7 @@ def create_scoring_app(
             request_bytes.remove(size)
 
     def score_body(body: bytes) -> dict:
-        """Score the images of a body; answer 400 for a bad body, 422 if the reward fails."""
+        """Score the images of a body; answer with status 400 for an invalid body, 422 if the reward fails."""
         try:
             images, prompts, inputs = unpack_request(body, limits.images)
         except ValueError as error:
@@ -423,9 +433,9 @@ def create_scoring_app(
             raise HTTPException(422, format_error(error)) from None
 
     def check_body(body: bytes) -> dict:
-        """Find the first prompt of a body that the reward rejects; answer 400 for a bad body."""
+        """Find a prompt of a body that the reward rejects; answer with status 400 for an invalid body."""
         try:
-            content = _CHECK.validate_json(body)
+            content = _CHECK_REQUEST.validate_json(body)
         except ValidationError:
             raise HTTPException(400, "body must be a JSON list of prompts") from None
         if isinstance(content, list):
@@ -434,12 +444,12 @@ def create_scoring_app(
 
     @app.get("/health")
     async def health() -> dict:
-        """Return what the server is, and how many requests wait."""
+        """Return the server's name, protocol, device, versions and limits, and how many requests are waiting."""
         return about | {"waiting": max(0, len(request_bytes) - 1)}
 
     async def receive(request: Request, answer: Callable[[bytes], dict]) -> dict | Response:
         """Receive a body within the limits, and call `answer` with it in the scoring thread."""
-        # The length in the header decides before a byte of the body is read.
+        # A body that is too large is rejected by the length in the header, before it is read.
         size = request.headers.get("content-length", "")
         if not (size.isascii() and size.isdigit()):
             raise HTTPException(411, "body: its length must be said in the head of the request")
@@ -461,12 +471,12 @@ def create_scoring_app(
 
     @app.post("/score", response_model=None)
     async def score(request: Request) -> dict | Response:
-        """Answer with the scores of a body's images."""
+        """Return the scores of a body's images."""
         return await receive(request, score_body)
 
     @app.post("/check", response_model=None)
     async def check_prompts(request: Request) -> dict | Response:
-        """Answer with the first prompt that the reward rejects."""
+        """Return the index of a prompt that the reward rejects and the reason, or None."""
         return await receive(request, check_body)
 
     return app
@@ -475,26 +485,27 @@ def create_scoring_app(
 def run_reward_server(
     name: str,  # the reward's name
     load: Callable[[], Callable],  # loads the reward
-    host: str = "127.0.0.1",  # address to listen at
-    port: int = 8000,  # to listen at
-    token: str | None = None,  # that clients must send
-    limits: ServerLimits = ServerLimits(),  # on requests
+    host: str = "127.0.0.1",  # address to listen on
+    port: int = 8000,  # port to listen on
+    token: str | None = None,  # secret that clients must send; None: no token is needed
+    limits: ServerLimits = ServerLimits(),  # limits on the number and size of requests
 ) -> None:
     """Load a reward and serve it until the process is stopped.
 
-    Raises ValueError if the address is not free, or if other machines can reach it and there is no token.
+    Raises ValueError if the port is not a valid number, the address is not free, or other machines can reach it and
+    there is no token.
     """
     if not 0 < port < 65536:
         raise ValueError(f"`port` must be 1 to 65535; got {port}")
-    # Loading may take minutes, so the address is tried before.
+    # Loading may take minutes, so the address is tried first.
     try:
         addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        family, kind, number, _, address = addresses[0]
+        family, socket_type, protocol, _, address = addresses[0]
         if not token and not ipaddress.ip_address(address[0]).is_loopback:
             raise ValueError(
                 f"`token` must be given for a server at {host}, since other machines can reach it"
             )
-        with socket.socket(family, kind, number) as listener:
+        with socket.socket(family, socket_type, protocol) as listener:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind(address)
     except (OSError, UnicodeError) as error:
@@ -506,9 +517,9 @@ def run_reward_server(
     uvicorn.Server(uvicorn.Config(app, host, port)).run()
 
 # %% ../../nbs/05_reward_serving/00_server.ipynb #56b1cedc
-def _exit_with_parent(parent: int) -> None:  # process id
-    """Wait until the parent process has gone, then end this process and everything it started."""
-    while os.getppid() == parent:
+def _exit_with_parent(parent_pid: int) -> None:
+    """Wait until the parent process has ended, then end this process and everything it started."""
+    while os.getppid() == parent_pid:
         time.sleep(0.5)
     if os.getpgrp() == os.getpid():
         os.killpg(os.getpid(), signal.SIGKILL)
@@ -516,17 +527,17 @@ def _exit_with_parent(parent: int) -> None:  # process id
 
 
 def main() -> int:  # exit status
-    """Load the reward that the parent process asks for, report its port to the parent, and serve.
+    """Load the reward that the parent process requests, report the port to the parent, and serve.
 
-    The path leads to a loader, or to the reward itself, see `load_by_path`. The arguments are JSON in `sys.argv[1]`; the
-    token is in the environment. The report is one line of JSON, with the key `port` or `failed`.
+    The arguments are a JSON list in `sys.argv[1]`; the path in it names a loader or the reward itself, see
+    `load_by_path`. The token is in the environment. The report is one line of JSON, with the key `port` or `failed`.
     """
-    # report_fd: the open file that receives the report
-    loader, options, name, parent, report_fd, gpu = json.loads(sys.argv[1])
+    # report_fd: the open file descriptor to which the report is written
+    path, options, name, parent_pid, report_fd, gpu = json.loads(sys.argv[1])
     token = os.environ.pop("CHUNK_GRPO_REWARD_TOKEN")
     os.set_inheritable(report_fd, False)
-    threading.Thread(target=_exit_with_parent, args=[parent], daemon=True).start()
-    # Python puts this file's folder on the path, where its neighbours would hide other modules.
+    threading.Thread(target=_exit_with_parent, args=[parent_pid], daemon=True).start()
+    # Python puts this file's folder on `sys.path`, where the files next to it would hide other modules.
     own_folder = os.path.dirname(os.path.abspath(__file__))
     sys.path[:] = [folder for folder in sys.path if folder != own_folder]
     status = 0
@@ -538,10 +549,10 @@ def main() -> int:  # exit status
                 torch.cuda.set_device(gpu)
         # The parent is trusted, so its limits are wide.
         limits = ServerLimits(images=10**9, bytes=10**12, body_seconds=3600)
-        app = create_scoring_app(name, load_by_path(loader, options), token, limits)
+        app = create_scoring_app(name, load_by_path(path, options), token, limits)
         listener = socket.create_server(("127.0.0.1", 0))
         report = {"port": listener.getsockname()[1]}
-    except Exception as error:  # the parent gets whatever a loader raises
+    except Exception as error:  # the parent gets any error that a loader raises
         report = {"failed": format_error(error)}
         status = 1
     with os.fdopen(report_fd, "w") as pipe:
