@@ -27,58 +27,62 @@ from chunk_grpo.models.inputs import (
 )
 from ..models.policy import ModelConfig
 from ..models.prompt_embeds import prompt_cache_folder
-from .counts import held_out_prompts, is_prompt_list_here
+from .counts import held_out_prompts, prompt_list_exists
 
 # %% ../../nbs/06_planning/02_disk.ipynb #4b8710ab
-_HELD_OUT_PROMPTS = 400  # if their file does not exist here: as many as HPDv2's test.json has
+# Assumed if their file does not exist on this machine: as many as HPDv2's test.json has.
+_DEFAULT_HELD_OUT_PROMPTS = 400
 
 
-def _negative_prompts(
-    settings: Settings,  # of the run
-    config: ModelConfig,  # of the model's networks
-    prompts: int,  # that are sampled at most
+def _count_negative_prompts(
+    settings: Settings,
+    config: ModelConfig,
+    prompts: int,  # number of prompts that the run encodes at most
 ) -> int:
-    """Return how many negative prompts a run encodes at most.
+    """Return how many negative prompts a run encodes at most; 0 without classifier-free guidance.
 
-    They are its own, which may be empty, and those of its lists. If prompts have images, each has a
-    negative prompt with its image.
+    They are the setting `negative_prompt`, which may be empty, and those in the prompt lists. For an
+    editing model each prompt has its own, encoded together with its image.
     """
     lists = [
-        name for name in ("prompts", "eval_prompts") if is_prompt_list_here(getattr(settings, name))
+        name for name in ("prompts", "eval_prompts") if prompt_list_exists(getattr(settings, name))
     ]
-    of_prompts = {*run_negative_prompts(settings, lists).values()} - {settings.negative_prompt}
+    negative_prompts_in_lists = {*run_negative_prompts(settings, lists).values()} - {
+        settings.negative_prompt
+    }
     if not uses_true_cfg(settings):
         return 0
     if find_family(config.pipeline).edits_images:
         return prompts
-    return 1 + min(len(of_prompts), prompts)
+    return 1 + min(len(negative_prompts_in_lists), prompts)
 
 
 def count_encoded_prompts(
-    settings: Settings,  # of the run
-    config: ModelConfig,  # of the model's networks
-    more: int = 0,  # prompts of the evaluation after the run
+    settings: Settings,
+    config: ModelConfig,
+    additional: int = 0,  # further prompts, which only the evaluation after the run uses
 ) -> int:
-    """Return how many prompts a run encodes at most, with the negative prompts of guidance."""
-    prompts = settings.iterations * settings.prompts_per_iteration + settings.eval_count + more
-    return prompts + _negative_prompts(settings, config, prompts)
+    """Return how many prompts a run encodes at most, including negative prompts."""
+    prompts = (
+        settings.iterations * settings.prompts_per_iteration + settings.eval_count + additional
+    )
+    return prompts + _count_negative_prompts(settings, config, prompts)
 
 
 def run_disk_bytes(
-    settings: Settings,  # of the run
-    config: ModelConfig,  # of the model's networks
-) -> dict[str, int]:  # kind of content -> bytes
-    """Estimate the bytes that a run writes, by kind of content.
+    settings: Settings,
+    config: ModelConfig,
+) -> dict[str, int]:  # bytes, keyed by content
+    """Estimate how many bytes a run writes at most, from its settings and the model's sizes alone.
 
-    They include the evaluation after the run, and the embeddings of the prompts.
+    The evaluation after the run and the embeddings of the prompts are included.
     """
-    held_out = len(held_out_prompts(settings)) or _HELD_OUT_PROMPTS
+    held_out = len(held_out_prompts(settings)) or _DEFAULT_HELD_OUT_PROMPTS
     trained = count_trained_parameters(config, settings.lora_rank, settings.lora_targets)
-    permanent = settings.iterations // settings.keep_every if settings.keep_every else 0
-    checkpoints = settings.keep_checkpoints + 1 + permanent
-    # images by each arm
+    permanent_checkpoints = settings.iterations // settings.keep_every if settings.keep_every else 0
+    checkpoints = settings.keep_checkpoints + 1 + permanent_checkpoints
     evaluations = 2 + (settings.iterations // settings.eval_every if settings.eval_every else 0)
-    images = settings.eval_images * held_out
+    images = settings.eval_images * held_out  # per arm of the evaluation after the run
     pixels = (
         math.prod(image_size(settings.eval_resolution)) * (8 * evaluations + 3 * images)
         + math.prod(image_size(largest_training_size(settings))) * 2 * images
@@ -93,10 +97,13 @@ def run_disk_bytes(
     }
 
 # %% ../../nbs/06_planning/02_disk.ipynb #439e74d1
-def estimate_disk_bytes(settings: Settings) -> tuple[int, int]:  # of the run folder; of the store
-    """Estimate how much a run writes to its folder, and how much it adds to the embeddings' store.
+def estimate_disk_bytes(
+    settings: Settings,
+) -> tuple[int, int]:  # bytes in the run folder; bytes in the store of embeddings
+    """Estimate how much a run will write to its folder and to the store of embeddings.
 
-    The evaluation after the run is included.
+    The model and the prompt lists are read, and bytes that the store already holds are subtracted. The
+    evaluation after the run is included.
     """
     prompts, held_out = (
         len(read_run_prompts(settings, name)) for name in ("prompts", "eval_prompts")
@@ -105,22 +112,23 @@ def estimate_disk_bytes(settings: Settings) -> tuple[int, int]:  # of the run fo
     folder = locate_model(settings.model)
     check_pipeline_folder(folder, settings.family)
     config = read_model_config(folder, settings.family)
-    *files, _ = run_disk_bytes(settings, config).values()
+    *folder_bytes, _ = run_disk_bytes(settings, config).values()  # the last: embeddings
     encoded = sampled + held_out
-    encoded += _negative_prompts(settings, config, encoded)
+    encoded += _count_negative_prompts(settings, config, encoded)
     needed = encoded * prompt_embeds_bytes(config, settings)
     stored = sum(
         file.stat().st_size
         for file in (prompt_cache_folder() / "embeddings").glob("*/*.safetensors")
     )
-    return sum(files), max(0, needed - stored)
+    return sum(folder_bytes), max(0, needed - stored)
 
 
 def check_disk_space(
-    settings: Settings,  # of the run
-    out: Path,  # the run folder, which need not exist
+    settings: Settings,
+    out: Path,  # the run folder, which need not exist yet
 ) -> None:
-    """Raise InputError if a disk has less room than the run, or its embeddings, need."""
+    """Raise InputError unless there is room for the run's files and the embeddings of its prompts."""
+    # A folder that does not exist yet will be on the disk of its nearest parent.
     run_place, store_place = (
         next(p for p in (folder, *folder.parents) if p.exists())
         for folder in (out, prompt_cache_folder())
@@ -138,9 +146,9 @@ def check_disk_space(
         (store_place, "CHUNK_GRPO_CACHE", store_bytes, store_content),
     ):
         free = shutil.disk_usage(place).free
-        wanted = run_bytes + store_bytes if is_same_disk else needed
-        if needed and free < wanted:
+        required = run_bytes + store_bytes if is_same_disk else needed
+        if needed and free < required:
             raise InputError(
-                f"`{field}` must lie where {content} have room, about {wanted / 1e9:.2f} GB; {place} has "
+                f"`{field}` must lie where {content} have room, about {required / 1e9:.2f} GB; {place} has "
                 f"{free / 1e9:.2f} GB free"
             )
