@@ -259,7 +259,7 @@ def load_workload_settings(
 
 
 def load_workload_policy(
-    settings: Settings,  # of `load_workload_settings`
+    settings: Settings,  # as returned by `load_workload_settings`
     *configs: dict,  # for flux-size, see `RandomFluxPolicy`
 ) -> Policy:
     """Load the policy that the settings name, or create one with random weights for flux-size."""
@@ -306,7 +306,7 @@ def load_workload_policy(
 class Workload:
     """A policy and everything else that the phases of one iteration need."""
 
-    settings: Settings  # as of `load_workload_settings`
+    settings: Settings  # as returned by `load_workload_settings`
     policy: Policy  # prepared for training
     prompts: list[str]  # P prompts
     conditioning: dict[str, Tensor]  # encoded prompts, one row per prompt
@@ -360,7 +360,7 @@ class Workload:
 
 
 def prepare_workload(
-    settings: Settings,  # as of `load_workload_settings`
+    settings: Settings,  # as returned by `load_workload_settings`
     *configs: dict,  # for flux-size, see `RandomFluxPolicy`
 ) -> Workload:
     """Load or create the policy and the reward, and prepare the inputs of one iteration."""
@@ -399,7 +399,7 @@ def prepare_workload(
 
 # %% ../../nbs/11_measurements/01_speed.ipynb #40c3aa5a
 def measure_iteration(
-    settings: Settings,  # as of `load_workload_settings`
+    settings: Settings,  # as returned by `load_workload_settings`
     repeats: int = 3,  # number of measured iterations, after one to warm up
     say: Callable[[str], None] = lambda text: None,  # receives lines of progress
     # called in each repeat with the workload, its trajectories, and a function that times further calls
@@ -499,7 +499,7 @@ def measure_iteration(
 
 # %% ../../nbs/11_measurements/01_speed.ipynb #34934419
 def speed_table(
-    result: dict,  # of `measure_iteration`
+    result: dict,  # as returned by `measure_iteration`
 ) -> pd.DataFrame:  # one row per phase, and one for rollout and update together
     """Format the measurements of all phases as a table of strings."""
     unit, size = ("TFLOP", 1e12) if result["matrix_rate"] > 1e12 else ("GFLOP", 1e9)
@@ -531,7 +531,7 @@ def speed_table(
 
 
 def speed_lines(
-    result: dict,  # of `measure_iteration`
+    result: dict,  # as returned by `measure_iteration`
 ) -> list[str]:
     """Return the lines that `chunk-grpo speed` prints: the conditions of the measurement, and the table."""
     settings = result["settings"]

@@ -47,7 +47,7 @@ class DeviceSpec:
 
     def fits(
         self,
-        required_bytes: int,  # as in `peak_memory`
+        required_bytes: int,  # as returned by `peak_memory`
     ) -> bool:
         """Return True if so many bytes fit and leave a tenth of the memory free.
 
@@ -94,7 +94,7 @@ def find_device(
 def recognise_gpu(
     gpu: str,  # torch's name for it, such as NVIDIA H100 80GB HBM3
 ) -> str | None:  # name of the device, as in `find_device`; None: not known
-    """Return the name of the known device that a GPU is."""
+    """Find the known device to which a GPU's name refers."""
     text = re.sub(r"[^a-z0-9]", "", gpu.lower())
     # Try longer names first, because GH200 contains H200.
     kinds = sorted({name.partition("-")[0] for name in _DEVICES}, key=len, reverse=True)

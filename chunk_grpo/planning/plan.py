@@ -219,7 +219,7 @@ def _serve_rewards_by_url(settings: Settings) -> dict[str, dict]:  # value of `r
     return options
 
 
-def _apply_savings(
+def _merge_savings(
     settings: Settings,
     chosen: Sequence[dict],  # some of _SAVINGS
     processes: int,  # one per device
@@ -269,7 +269,7 @@ def _find_savings(
     smallest, _ = peak_memory(settings, config, processes)
     for count in range(1, len(_SAVINGS) + 1):
         for chosen in itertools.combinations(_SAVINGS, count):
-            changes = _apply_savings(settings, chosen, processes)
+            changes = _merge_savings(settings, chosen, processes)
             if changes is None:
                 continue
             # The settings are not validated again, since hundreds of them are tried.

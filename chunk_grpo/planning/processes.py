@@ -106,7 +106,8 @@ def choose_processes(
 ) -> int:
     """Return the number of processes with which a run is expected to be fastest on this machine.
 
-    With GPUs it is the number that the preset is made for if that many are possible, otherwise 1.
+    With GPUs it is the number that the preset is made for, if there are as many GPUs and the prompts
+    divide evenly among them; otherwise it is 1.
     """
     info = machine.machine_info()
     preset_processes = find_preset_processes(source) or 1

@@ -68,10 +68,9 @@ class PocketCLIP:
     @torch.no_grad()
     def embed(
         self,
-        images: Sequence[Image.Image]
-        | torch.Tensor,  # PIL; or (B, 3, H, W), float in [0, 1] or uint8
+        images: Sequence[Image.Image] | torch.Tensor,  # PIL; or (B, 3, H, W), in [0, 1] or uint8
     ) -> torch.Tensor:  # (B, 64), unit length
-        """Return the normalised embeddings of images of any size; they are resized to 64 x 64 pixels."""
+        """Resize images to 64 x 64 pixels and return their normalised embeddings."""
         x = numpy_to_vae_input(images_to_numpy(images))
         if x.shape[-2:] != (IMAGE_SIZE, IMAGE_SIZE):
             x = F.interpolate(x, (IMAGE_SIZE, IMAGE_SIZE), mode="bilinear", antialias=True)
@@ -80,8 +79,7 @@ class PocketCLIP:
     @torch.no_grad()
     def __call__(
         self,
-        images: Sequence[Image.Image]
-        | torch.Tensor,  # PIL; or (B, 3, H, W), float in [0, 1] or uint8
+        images: Sequence[Image.Image] | torch.Tensor,  # PIL; or (B, 3, H, W), in [0, 1] or uint8
         prompts: Sequence[str],  # one per image
     ) -> torch.Tensor:  # (B,), float32, in [-1, 1]
         """Return the cosine similarity of each image and its prompt.

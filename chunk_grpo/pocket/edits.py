@@ -200,7 +200,7 @@ def edit_record(
 
 
 def read_edit_record(
-    record: Mapping,  # as of `edit_record`
+    record: Mapping,  # as returned by `edit_record`
 ) -> tuple[Scene, Edit]:
     """Return the scene and the edit of a record.
 
@@ -256,9 +256,7 @@ def _is_same_object(
 def matches_edit(
     scene: Scene,  # before the edit
     edit: Edit,
-    things: Sequence[
-        SceneObject | None
-    ],  # what the image shows; None: a patch that matches no shape
+    things: Sequence[SceneObject | None],  # detected objects; None: a patch that matches no shape
 ) -> bool:
     """Return True if an image shows exactly the scene after the edit, no more and no less.
 
@@ -281,7 +279,7 @@ def matches_edit(
 
 
 def _image_arrays(
-    images: Sequence[Image.Image] | torch.Tensor,  # PIL; or (B, 3, H, W), float in [0, 1] or uint8
+    images: Sequence[Image.Image] | torch.Tensor,  # PIL; or (B, 3, H, W), in [0, 1] or uint8
     records: Sequence[Mapping],  # one per image
 ) -> np.ndarray:  # (B, 64, 64, 3), uint8
     """Convert images to a uint8 array.
@@ -308,10 +306,9 @@ class PocketEdit:
 
     def __call__(
         self,
-        images: Sequence[Image.Image]
-        | torch.Tensor,  # PIL; or (B, 3, 64, 64), float in [0, 1] or uint8
+        images: Sequence[Image.Image] | torch.Tensor,  # PIL; or (B, 3, 64, 64), in [0, 1] or uint8
         prompts: Sequence[str],  # ignored: the records hold the instructions
-        records: Sequence[Mapping],  # one per image, as of `edit_record`
+        records: Sequence[Mapping],  # one per image, as returned by `edit_record`
     ) -> torch.Tensor:  # (B,), float32, 0 or 1
         """Return 1 for each image that shows exactly its edit, otherwise 0.
 
@@ -366,10 +363,9 @@ class PocketEditConsistency:
 
     def __call__(
         self,
-        images: Sequence[Image.Image]
-        | torch.Tensor,  # PIL; or (B, 3, 64, 64), float in [0, 1] or uint8
+        images: Sequence[Image.Image] | torch.Tensor,  # PIL; or (B, 3, 64, 64), in [0, 1] or uint8
         prompts: Sequence[str],  # ignored: the records hold the instructions
-        records: Sequence[Mapping],  # one per image, as of `edit_record`
+        records: Sequence[Mapping],  # one per image, as returned by `edit_record`
     ) -> torch.Tensor:  # (B,), float32, in [0, 1]
         """Return the share of pixels in each image's `untouched_region` that are unchanged.
 

@@ -98,7 +98,7 @@ def _angle_between(
 
 
 def _nearest_colour(
-    hue: float,  # radians, as of `_hue_angle`
+    hue: float,  # radians, as returned by `_hue_angle`
 ) -> str:  # one of POCKET_COLOURS
     """Return the colour of the pocket world that is nearest in hue."""
     hues = _hue_angle(np.array(list(POCKET_COLOURS.values())))
@@ -239,9 +239,7 @@ def _detect_objects(
 
 def match_objects(
     spec: CaptionSpec,  # the meaning of the caption
-    things: Sequence[
-        SceneObject | None
-    ],  # what the image shows; None: a patch that matches no shape
+    things: Sequence[SceneObject | None],  # detected objects; None: a patch that matches no shape
     # match of each object of the caption, or None; number of unmatched things in the image
 ) -> tuple[list[SceneObject | None], int]:
     """Match the objects of a caption with those of an image.
@@ -268,9 +266,7 @@ def match_objects(
 
 def objects_present(
     spec: CaptionSpec,  # the meaning of the caption
-    things: Sequence[
-        SceneObject | None
-    ],  # what the image shows; None: a patch that matches no shape
+    things: Sequence[SceneObject | None],  # detected objects; None: a patch that matches no shape
 ) -> list[bool]:  # one per object, in the order of the caption
     """Return for each object of the caption whether the image shows it in the right shape and colour."""
     matches, _ = match_objects(spec, things)
@@ -315,9 +311,7 @@ class PocketGenEval:
 # %% ../../nbs/01_pocket/02_geneval.ipynb #89580347
 def share_of_facts(
     spec: CaptionSpec,  # the meaning of the caption
-    things: Sequence[
-        SceneObject | None
-    ],  # what the image shows; None: a patch that matches no shape
+    things: Sequence[SceneObject | None],  # detected objects; None: a patch that matches no shape
 ) -> float:  # 0 to 1
     """Return k / (n + m): true facts of the caption over all its facts plus the things not in the caption."""
     matches, extra_count = match_objects(spec, things)

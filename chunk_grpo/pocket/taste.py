@@ -21,9 +21,7 @@ _LARGEST_RADIUS = 22 / 64
 
 
 def mean_height(
-    things: Sequence[
-        SceneObject | None
-    ],  # what an image shows; None: a patch that matches no shape
+    things: Sequence[SceneObject | None],  # detected objects; None: a patch that matches no shape
     side: int,  # of the image, pixels
 ) -> float:  # 0 at the upper edge to 1 at the lower one
     """Return the mean height of the centres of well-formed objects, 0 if there are none."""
@@ -36,7 +34,7 @@ def mean_height(
 
 
 def _images_as_numpy(
-    images: Sequence[Image.Image] | torch.Tensor,  # PIL; or (B, 3, H, W), float in [0, 1] or uint8
+    images: Sequence[Image.Image] | torch.Tensor,  # PIL; or (B, 3, H, W), in [0, 1] or uint8
     prompts: Sequence[str],  # only their number is checked
 ) -> np.ndarray:  # (B, H, W, 3), uint8
     """Convert images to a uint8 array.
@@ -55,8 +53,7 @@ class PocketLow:
 
     def __call__(
         self,
-        images: Sequence[Image.Image]
-        | torch.Tensor,  # PIL; or (B, 3, H, W), float in [0, 1] or uint8
+        images: Sequence[Image.Image] | torch.Tensor,  # PIL; or (B, 3, H, W), in [0, 1] or uint8
         prompts: Sequence[str],  # one per image; only their number is checked
     ) -> torch.Tensor:  # (B,), float32, in [0, 1]
         """Return the mean height of each image's objects, see `mean_height`.
@@ -76,8 +73,7 @@ class PocketLowPixels:
 
     def __call__(
         self,
-        images: Sequence[Image.Image]
-        | torch.Tensor,  # PIL; or (B, 3, H, W), float in [0, 1] or uint8
+        images: Sequence[Image.Image] | torch.Tensor,  # PIL; or (B, 3, H, W), in [0, 1] or uint8
         prompts: Sequence[str],  # one per image; only their number is checked
     ) -> torch.Tensor:  # (B,), float32, in [0, 1]
         """Return the mean height of each image's coloured pixels, weighted by chroma; 0 if there are none.

@@ -197,7 +197,7 @@ def render_scene(
 def spatial_relations(
     a: SceneObject,  # the object that a caption names first
     b: SceneObject,  # the object that it names second
-    margin: float = 0.1,  # share of the two objects' summed widths by which each component of the offset is shrunk
+    margin: float = 0.1,  # share of the summed widths by which the offset is shrunk
 ) -> set[str]:  # of RELATIONS
     """Return the relations in which `a` stands to `b`, by GenEval's rule on the offset of their centres."""
     offset = np.array([a.x - b.x, a.y - b.y])
@@ -209,7 +209,7 @@ def spatial_relations(
 
 def matches_caption(
     spec: CaptionSpec,  # the meaning of the caption
-    things: Sequence[SceneObject | None],  # what the image shows; None: a patch that is no shape
+    things: Sequence[SceneObject | None],  # detected objects; None: a patch that matches no shape
 ) -> bool:
     """Return True if the image shows exactly what the caption describes, no more and no less."""
     if len(things) != len(spec.objects) or None in things:
