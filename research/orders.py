@@ -160,7 +160,7 @@ def measure_two_passes(b: Workload) -> dict[str, int | None]:
 
     last = torch.full((len(b.keys), 1), b.chunks.sizes.index(longest))
     first = torch.arange(longest).expand(len(b.keys), -1)
-    with speed.eager(b.policy) if b.policy.device.type == "cpu" else torch.enable_grad():
+    with speed.eager_execution(b.policy) if b.policy.device.type == "cpu" else torch.enable_grad():
         return {
             "chunk of 1": peak(first, Chunks.steps(b.settings.transitions), 1),
             f"chunk of {longest}, two passes": peak(last, b.chunks, 1),

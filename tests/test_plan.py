@@ -662,12 +662,12 @@ def test_a_base_in_host_memory_is_offered_only_under_an_adapter():
     smaller = settings.load_settings(run_settings, found)
     assert where.fits(total) and peak_memory(smaller, network, 2)[0] == total
     # One process has no other to share weights with, but can leave them in host memory.
-    assert plan._apply_savings(run_settings, [{"sharding": "fsdp"}], 1) is None
+    assert plan._merge_savings(run_settings, [{"sharding": "fsdp"}], 1) is None
     offload = [{"sharding": "fsdp", "sharding_offload": True}]
     all_weights = settings.load_settings("paper/chunk")
-    assert plan._apply_savings(run_settings, offload, 1)["sharding_offload"]
-    assert plan._apply_savings(all_weights, offload, 8) is None
-    with_adapter = plan._apply_savings(all_weights, [*offload, {"lora_rank": 32}], 8)
+    assert plan._merge_savings(run_settings, offload, 1)["sharding_offload"]
+    assert plan._merge_savings(all_weights, offload, 8) is None
+    with_adapter = plan._merge_savings(all_weights, [*offload, {"lora_rank": 32}], 8)
     assert with_adapter["sharding_offload"] and with_adapter["lora_rank"] == 32
 
 

@@ -77,12 +77,12 @@ def test_an_unchanged_image_is_wrong_though_it_is_fully_consistent(kind):
     assert edits.PocketEditConsistency()(sources, prompts, records).min() == 1
 
 
-def test_an_added_object_may_be_at_every_free_place_and_nowhere_else():
+def test_an_added_object_may_be_in_every_free_cell_and_nowhere_else():
     cross = SceneObject("cross", "green", 48.0, 16.0, 13.0)
     alone = Scene("", (STAR,))
-    places = edits.free_places(alone)
-    assert places == [(16.0, 48.0), (48.0, 16.0), (48.0, 48.0)]
-    for x, y in places:
+    cells = edits.free_cells(alone)
+    assert cells == [(16.0, 48.0), (48.0, 16.0), (48.0, 48.0)]
+    for x, y in cells:
         assert verdict("add a green cross", STAR, replace(cross, x=x, y=y), scene=alone) == 1
     for wrong in [(replace(cross, x=16.0),), (STAR, cross, replace(cross, x=16.0, y=48.0))]:
         assert verdict("add a green cross", *wrong, scene=alone) == 0

@@ -606,7 +606,7 @@ def check_one_h200(small: bool, folder: Path) -> Parts:
             "update": speed.time_call(update, DEVICE)[1],
         }
         after = {"forward": median_seconds(forward), "update": median_seconds(update)}
-        with speed.eager(policy):
+        with speed.eager_execution(policy):
             eager = {"forward": median_seconds(forward), "update": median_seconds(update)}
         numbers = {
             "compile seconds": {name: first[name] - after[name] for name in first},

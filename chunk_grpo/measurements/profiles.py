@@ -23,47 +23,48 @@ from ..models.policy import decode_latents, Policy
 from ..models.trainable import base_weights
 from ..training.rollout import ImageKey, RolloutOptions, sample_trajectories
 
-DEFAULT_ETAS = {"flow": 0.7, "dance": 0.3, "ode": 0.0}  # sampler -> eta, each one's own default
+DEFAULT_ETAS = {"flow": 0.7, "dance": 0.3, "ode": 0.0}  # sampler -> default eta
 
 # %% ../../nbs/11_measurements/00_profiles.ipynb #a74f88e8
 @torch.no_grad()
 def _sample_with_predictions(
-    policy: Policy,  # the model
-    rows: dict[str, Tensor],  # encoded prompts, one row per image
-    keys: Sequence[ImageKey],  # of each image's noise
-    sampler: Sampler,  # of T steps
+    policy: Policy,
+    conditioning: dict[str, Tensor],  # encoded prompts, one row per image
+    keys: Sequence[ImageKey],  # one per image, which determine its noise
+    sampler: Sampler,  # with T steps
 ) -> tuple[Tensor, Tensor]:  # latents and predicted images, each (B, T + 1, S, C)
-    """Sample latents from noise to image, with the noise of `rollout`, and predict the image from each of them."""
+    """Sample trajectories as in a rollout, and predict the final image from each of their latents."""
     path = sample_trajectories(
         policy=policy,
-        conditioning=rows,
+        conditioning=conditioning,
         prompt_index=torch.arange(len(keys)),
         keys=keys,
         options=RolloutOptions(sampler, batch_size=len(keys)),
     ).latents
     predicted = []
     for x, sigma in zip(path[:, :-1].unbind(1), sampler.sigmas[:-1], strict=True):
-        velocity = policy.velocity(x, sigma.expand(len(x)), rows)
+        velocity = policy.velocity(x, sigma.expand(len(x)), conditioning)
         predicted.append(predict_endpoints(x, velocity, sigma)[0])
-    # At the end the latent is the image.
+    # The last latent is the final image itself.
     return path, torch.stack([*predicted, path[:, -1]], dim=1)
 
 # %% ../../nbs/11_measurements/00_profiles.ipynb #97912e8a
 @dataclass(frozen=True)
 class TrajectoryFrames:
-    """Decoded trajectories of base and trained weights."""
+    """Trajectories with base and trained weights, decoded to images."""
 
     prompts: tuple[str, ...]  # P prompts, one trajectory each
     sigmas: tuple[float, ...]  # T + 1 noise levels, from 1 to 0
-    images: np.ndarray  # (2, 2, P, T + 1, H, W, 3) uint8: base and trained, latent and predicted
+    # (2, 2, P, T + 1, H, W, 3) uint8; the first two indices: base or trained, latent or predicted
+    images: np.ndarray
 
 
 def _decode_path(
-    policy: Policy,  # with the decoder
+    policy: Policy,
     latents: Tensor,  # (T + 1, S, C), one trajectory
-    side: int,  # largest side of the images, pixels
+    side: int,  # largest width of the images, pixels
 ) -> np.ndarray:  # (T + 1, H, W, 3) uint8
-    """Decode every latent of a trajectory to an image of at most `side` pixels."""
+    """Decode every latent of a trajectory, and shrink images wider than `side` to a square of that side."""
     images = decode_latents(policy, latents)
     if images.shape[-1] > side:
         images = F.interpolate(images, size=side, mode="area")
@@ -71,24 +72,28 @@ def _decode_path(
 
 # %% ../../nbs/11_measurements/00_profiles.ipynb #0dda0931
 def render_frames(
-    policy: Policy,  # with trained weights, see `load_trained_weights`
+    policy: Policy,  # holds trained weights, see `load_trained_weights`
     prompts: Sequence[str],  # P prompts, one trajectory each
-    steps: int = 17,  # T
-    shift: float = 3.0,  # of the schedule
+    steps: int = 17,  # T, number of transitions
+    shift: float = 3.0,  # of the noise schedule
     sampler: str = "flow",  # one of SAMPLER_KINDS; ode: without noise
-    eta: float = 0.7,  # strength of the noise
+    eta: float = 0.7,  # noise strength
     seed: int = 0,  # of the noise
-    side: int = 192,  # pixels; larger images are made smaller
+    side: int = 192,  # largest width of the images, pixels; wider ones are shrunk to squares
 ) -> TrajectoryFrames:
-    """Sample a trajectory per prompt with base and with trained weights, from the same noise, and decode it."""
+    """Sample a trajectory per prompt with base and with trained weights, from the same noise, and decode both."""
     grid = sigmas(steps, shift)
-    # Iteration -1: noise that no training run uses.
+    # No training run has iteration -1, so none has used this noise.
     keys = [ImageKey(seed, -1, p, 0) for p in range(len(prompts))]
-    rows = policy.encode(list(prompts))
+    conditioning = policy.encode(list(prompts))
     step_sampler = Sampler(grid, sampler, eta)
     with base_weights(policy):
-        base = _sample_with_predictions(policy=policy, rows=rows, keys=keys, sampler=step_sampler)
-    trained = _sample_with_predictions(policy=policy, rows=rows, keys=keys, sampler=step_sampler)
+        base = _sample_with_predictions(
+            policy=policy, conditioning=conditioning, keys=keys, sampler=step_sampler
+        )
+    trained = _sample_with_predictions(
+        policy=policy, conditioning=conditioning, keys=keys, sampler=step_sampler
+    )
     images = [_decode_path(policy, path, side) for paths in (*base, *trained) for path in paths]
     images = np.stack(images)
     return TrajectoryFrames(
@@ -99,98 +104,107 @@ def render_frames(
 
 # %% ../../nbs/11_measurements/00_profiles.ipynb #979cbe0a
 def measure_distances(
-    policy: Policy,  # the model
+    policy: Policy,
     prompts: Sequence[str],  # the whole list
-    chosen: Sequence[int],  # indices of P prompts in it
-    images: int,  # G per prompt
+    prompt_indices: Sequence[int],  # of P prompts in the list
+    images_per_prompt: int,  # G
     seed: int,  # of the noise
-    sampler: Sampler,  # of T steps
-    batch: int = 16,  # images per forward pass
-    # size at which each of the P prompts is sampled; None: the policy's
+    sampler: Sampler,  # with T steps
+    batch_size: int = 16,  # images per forward pass
+    # image size for each of the P prompts, pixels; None: the policy's
     sizes: Sequence[int | tuple[int, int]] | None = None,
 ) -> dict[str, Tensor]:  # l1, l2 and cosine: (P, G, T) float64 on the CPU
-    """Measure the relative distances (15) of P prompts times G seeds, in all three measures.
+    """Sample G trajectories for each of P prompts and measure their relative distances (15), of all three kinds.
 
-    Raises InputError if there is no prompt or no image, and the errors of the sampler.
+    Raises InputError if there is no prompt or no image. Errors of the sampler are passed on.
     """
-    if sizes is not None and len(chosen):
+    if sizes is not None and len(prompt_indices):
         return _measure_distances_by_size(
             policy=policy,
             prompts=prompts,
-            chosen=chosen,
-            images=images,
+            prompt_indices=prompt_indices,
+            images_per_prompt=images_per_prompt,
             seed=seed,
             sampler=sampler,
-            batch=batch,
+            batch_size=batch_size,
             sizes=sizes,
         )
-    if not len(chosen) or images < 1:
+    if not len(prompt_indices) or images_per_prompt < 1:
         raise InputError(
-            f"images: got {len(chosen)} prompts with {images} images each, allowed is at least 1 of each."
+            f"images: got {len(prompt_indices)} prompts with {images_per_prompt} images each, allowed is at "
+            "least 1 of each."
         )
-    keys = [ImageKey(seed, 0, p, g) for p in chosen for g in range(images)]
-    prompt_index = torch.arange(len(keys)) // images
-    conditioning = policy.encode([prompts[p] for p in chosen])
+    keys = [ImageKey(seed, 0, p, g) for p in prompt_indices for g in range(images_per_prompt)]
+    prompt_index = torch.arange(len(keys)) // images_per_prompt
+    conditioning = policy.encode([prompts[p] for p in prompt_indices])
     distances: dict[str, list[Tensor]] = {name: [] for name in DISTANCE_KINDS}
-    for low in range(0, len(keys), batch):  # whole trajectories of one batch are in memory
-        rows = slice(low, low + batch)
+    # Only the trajectories of one batch are in memory at a time.
+    for start in range(0, len(keys), batch_size):
+        batch = slice(start, start + batch_size)
         path = sample_trajectories(
             policy=policy,
             conditioning=conditioning,
-            prompt_index=prompt_index[rows],
-            keys=keys[rows],
-            options=RolloutOptions(sampler, batch_size=batch),
+            prompt_index=prompt_index[batch],
+            keys=keys[batch],
+            options=RolloutOptions(sampler, batch_size=batch_size),
         ).latents
         for name in DISTANCE_KINDS:
             distances[name].append(relative_distance(path, name).cpu().double())
     return {
-        name: torch.cat(batches).reshape(len(chosen), images, -1)
+        name: torch.cat(batches).reshape(len(prompt_indices), images_per_prompt, -1)
         for name, batches in distances.items()
     }
 
 
 def _measure_distances_by_size(
-    policy: Policy,  # the model
-    chosen: Sequence[int],  # indices of P prompts
-    sizes: Sequence[int | tuple[int, int]],  # of each of them
-    **rest: Any,  # the other arguments of `measure_distances`
+    policy: Policy,
+    prompt_indices: Sequence[int],  # of P prompts in the list
+    sizes: Sequence[int | tuple[int, int]],  # image size for each of the P prompts, pixels
+    **arguments: Any,  # the other arguments of `measure_distances`
 ) -> dict[str, Tensor]:  # l1, l2 and cosine: (P, G, T) float64 on the CPU
-    """Measure the distances of prompts with several sizes, size by size; the policy keeps its own size."""
-    former = policy.resolution
-    order = []  # positions among the P prompts, in the order of measurement
+    """Measure the distances of prompts with different image sizes, one size after another.
+
+    The policy is set back to its own size afterwards.
+    """
+    policy_size = policy.resolution
+    order = []  # positions among the P prompts, in the order in which they are measured
     measured: dict[str, list[Tensor]] = {name: [] for name in DISTANCE_KINDS}
     try:
         for size in dict.fromkeys(sizes):
-            of_size = [i for i, own in enumerate(sizes) if own == size]
+            positions = [i for i, prompt_size in enumerate(sizes) if prompt_size == size]
             policy.set_resolution(size)
             distances = measure_distances(
-                policy=policy, chosen=[chosen[i] for i in of_size], **rest
+                policy=policy,
+                prompt_indices=[prompt_indices[i] for i in positions],
+                **arguments,
             )
             for name in DISTANCE_KINDS:
                 measured[name].append(distances[name])
-            order += of_size
+            order += positions
     finally:
-        policy.set_resolution(former)
-    place = torch.tensor(order).argsort()
-    return {name: torch.cat(parts)[place] for name, parts in measured.items()}
+        policy.set_resolution(policy_size)
+    original_order = torch.tensor(order).argsort()
+    return {name: torch.cat(parts)[original_order] for name, parts in measured.items()}
 
 # %% ../../nbs/11_measurements/00_profiles.ipynb #a42a7e15
-def variance_shares(distance: Tensor) -> dict[str, float]:  # distance: (P, G, n)
-    """Split the variation of a profile into shares of step, prompt and seed, equations (a) and (b).
+def variance_shares(
+    distance: Tensor,  # (P, G, n): P prompts, G images each, n transitions
+) -> dict[str, float]:  # keyed by step, prompt, seed and prompt_only
+    """Split the variation of a profile into shares due to step, prompt and seed, equations (a) and (b).
 
-    The shares `step`, `prompt` and `seed` add up to 1. `prompt_only` is the prompts' share without the seeds' part, nan
-    if G is 1. Raises InputError for another shape, or if all distances are equal.
+    The shares `step`, `prompt` and `seed` add up to 1. `prompt_only` is the prompts' share beyond chance (b), nan if
+    G is 1. Raises InputError for any other shape, or if all distances are equal.
     """
     if distance.ndim != 3 or not distance.numel():
         raise InputError(
             f"distance: got shape {tuple(distance.shape)}, allowed is (P, G, n), each at least 1."
         )
-    count, images, _ = distance.shape
+    prompts, images, _ = distance.shape
     d = distance.double()
     by_step = d.mean((0, 1))
     by_prompt = d.mean(1)
     sums = {
-        "step": count * images * (by_step - d.mean()).square().sum(),
+        "step": prompts * images * (by_step - d.mean()).square().sum(),
         "prompt": images * (by_prompt - by_step).square().sum(),
         "seed": (d - by_prompt[:, None]).square().sum(),
     }
@@ -200,9 +214,9 @@ def variance_shares(distance: Tensor) -> dict[str, float]:  # distance: (P, G, n
             f"distance: got {float(d.mean())} everywhere, allowed are distances that differ."
         )
     shares = {name: float(x) / total for name, x in sums.items()}
-    # The share that prompts would have by chance, if only the seeds had an effect.
+    # The share that the prompts would have by chance if only the seeds had an effect.
     if images > 1:
-        chance = (count - 1) / (count * (images - 1)) * shares["seed"]
+        chance = (prompts - 1) / (prompts * (images - 1)) * shares["seed"]
     else:
         chance = float("nan")
     return shares | {"prompt_only": shares["prompt"] - chance}
@@ -210,12 +224,15 @@ def variance_shares(distance: Tensor) -> dict[str, float]:  # distance: (P, G, n
 # %% ../../nbs/11_measurements/00_profiles.ipynb #5d396975
 def profile_departure(
     base: Tensor,  # (P, G, n), distances of the base
-    trained: Tensor,  # (P, G, n), distances of the trained model on the same keys
+    trained: Tensor,  # (P, G, n), distances of the trained model for the same keys
 ) -> tuple[Tensor, Tensor]:  # mean log-ratio (n,); its standard error (n,), nan if P is 1
-    """Measure how far training moved the profile, equation (c); raise InputError if the shapes differ."""
+    """Measure how far training moved the profile, equation (c).
+
+    Raises InputError if the shapes differ or are not three-dimensional.
+    """
     if base.ndim != 3 or base.shape != trained.shape:
         raise InputError(
             f"trained: got shape {tuple(trained.shape)}, allowed is the base's {tuple(base.shape)}."
         )
-    ratio = (trained / base).log().mean(1)
-    return ratio.mean(0), ratio.std(0) / len(ratio) ** 0.5
+    log_ratio = (trained / base).log().mean(1)  # (P, n)
+    return log_ratio.mean(0), log_ratio.std(0) / len(log_ratio) ** 0.5

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['images_per_iteration', 'transitions_per_image', 'IterationCounts', 'iteration_counts', 'forwards_per_image',
-           'forward_backward_cost', 'iteration_flops', 'held_out_prompts', 'is_prompt_list_here', 'EvaluationForwards',
+           'forward_backward_cost', 'iteration_flops', 'held_out_prompts', 'prompt_list_exists', 'EvaluationForwards',
            'EvaluationFlops', 'evaluation_forwards', 'evaluation_flops']
 
 # %% ../../nbs/06_planning/00_counts.ipynb #1ba1083b
@@ -21,22 +21,25 @@ from ..models.policy import ModelConfig
 
 # %% ../../nbs/06_planning/00_counts.ipynb #1d89e9c3
 def images_per_iteration(settings: Settings) -> int:
-    """Return the number of images sampled in an iteration, in all processes together."""
+    """Return the number of images that an iteration trains on, in all processes together."""
     return settings.prompts_per_iteration * settings.images_per_prompt
 
 
 def transitions_per_image(
-    settings: Settings,  # of the run
-    sizes: Sequence[int] | None = None,  # of chunks from a profile, if known
+    settings: Settings,
+    sizes: Sequence[int] | None = None,  # of the chunks, if a profile decides; None: not known
 ) -> tuple[int, float, int]:  # fewest, mean and most
-    """Return how many transitions of an image are trained: fewest, mean and most."""
-    # Without its sizes, a profile determines the number of chunks, and with it the mean.
+    """Return how many transitions of an image are trained: the fewest, the mean and the most.
+
+    The number depends on which chunks are sampled, because chunks differ in size.
+    """
+    # A profile without known sizes still determines the number of chunks, and so the mean.
     if sizes is None and settings.chunk_rule.kind == "profile":
-        total = min(DEFAULT_CHUNKS, settings.transitions)
+        chunk_total = min(DEFAULT_CHUNKS, settings.transitions)
         sampled = chunk_count(
-            len(settings.train_chunk_numbers or range(total)), settings.chunk_fraction
+            len(settings.train_chunk_numbers or range(chunk_total)), settings.chunk_fraction
         )
-        return 1, settings.transitions * sampled / total, settings.transitions
+        return 1, settings.transitions * sampled / chunk_total, settings.transitions
     if sizes is None and settings.chunk_rule.kind != "fixed":
         return 1, max(1.0, settings.transitions * settings.chunk_fraction), settings.transitions
     sizes = sizes or settings.chunk_rule.chunks.sizes
@@ -47,23 +50,27 @@ def transitions_per_image(
 
 @dataclass(frozen=True)
 class IterationCounts:
-    """What one iteration computes: the mean over a run, in all processes together.
+    """Forward passes and images per iteration: the mean over a run, in all processes together.
 
-    A forward pass is of one image, and guidance counts once. The first iteration measures the ratio's error with two
-    forward passes of the transitions of one update. They are left out, since they happen once in a run.
+    A forward pass is one image through the network, counted once even if guidance needs two. The first iteration also
+    measures the error of the importance ratio, with two forward passes for the transitions of one update. These passes
+    are left out, since they happen once per run.
     """
 
-    rollout: float  # forward passes that sample the trained images, or complete them for credit
-    trained: float  # transitions that go forward and backward
-    extra: float = 0  # the update's other forward passes: old log-probabilities, reference
-    baseline: float = 0  # forward passes that sample the base's images
+    rollout: (
+        float  # forward passes that sample the trained images, or that complete them for credit
+    )
+    trained: float  # trained transitions, each with a forward and a backward pass
+    extra: float = 0  # other forward passes of the updates: old log-probabilities, reference model
+    baseline: float = 0  # forward passes that sample images with the base
     scored: float = 0  # images that the rewards score
 
 
 def iteration_counts(settings: Settings) -> IterationCounts:
-    """Count what an iteration of Chunk-GRPO computes.
+    """Count the forward passes and images of an iteration of Chunk-GRPO.
 
-    Other methods count themselves: `load_method(s).counts()`. Raise InputError if the settings are for one of them.
+    Raises InputError if `method`, `window`, `sharing` or `credit_of` differs from Chunk-GRPO's value. Use
+    `load_method(settings).counts()` for other methods.
     """
     if (
         settings.method != "chunk"
@@ -79,7 +86,7 @@ def iteration_counts(settings: Settings) -> IterationCounts:
     is_first_shared = settings.shared_noise and not settings.noise_spread
 
     def sampling_forwards(images: int) -> int:
-        """Return the forward passes that sample this many images per prompt."""
+        """Count the forward passes that sample so many images per prompt."""
         if not images:
             return 0
         first = 1 if is_first_shared else images
@@ -106,8 +113,14 @@ def iteration_counts(settings: Settings) -> IterationCounts:
     )
 
 
-def forwards_per_image(settings: Settings, counts: IterationCounts) -> dict[str, float]:
-    """Divide the counts of an iteration by its images."""
+def forwards_per_image(
+    settings: Settings,
+    counts: IterationCounts,
+) -> dict[str, float]:  # keyed by the fields of IterationCounts
+    """Divide the counts of an iteration by its number of images.
+
+    `baseline` is left out if it is 0.
+    """
     names = ["rollout", "trained", "extra"]
     if counts.baseline > 0:
         names.append("baseline")
@@ -116,17 +129,17 @@ def forwards_per_image(settings: Settings, counts: IterationCounts) -> dict[str,
 
 # %% ../../nbs/06_planning/00_counts.ipynb #fbe15554
 def forward_backward_cost(settings: Settings) -> int:
-    """Return the cost of a forward and backward pass, in units of a forward pass."""
+    """Return the cost of a forward and a backward pass together, in forward passes."""
     return (2 if settings.lora_rank else 3) + settings.gradient_checkpointing
 
 
 def iteration_flops(
-    settings: Settings,  # of the run
-    config: ModelConfig,  # of the model's networks
+    settings: Settings,
+    config: ModelConfig,
     counts: IterationCounts | None = None,  # None: those of `iteration_counts`
-) -> dict[str, float]:  # by phase
-    """Return the operations of an iteration by phase, in all processes together."""
-    forward = mean_forward_flops(config, training_sizes(settings), settings.max_tokens) * (
+) -> dict[str, float]:  # keyed by phase
+    """Count the floating-point operations of an iteration, in all processes together."""
+    forward_flop = mean_forward_flops(config, training_sizes(settings), settings.max_tokens) * (
         1 + (settings.true_cfg_scale > 1)
     )
     counts = counts or iteration_counts(settings)
@@ -134,39 +147,41 @@ def iteration_flops(
     if counts.baseline:
         forwards["baseline"] = counts.baseline
     forwards["update"] = counts.trained * forward_backward_cost(settings) + counts.extra
-    return {phase: count * forward for phase, count in forwards.items()}
+    return {phase: count * forward_flop for phase, count in forwards.items()}
 
 # %% ../../nbs/06_planning/00_counts.ipynb #bd5c12ae
 def held_out_prompts(settings: Settings) -> list[str]:
-    """Return the held-out prompts of a run; none if their file does not exist here."""
-    if not is_prompt_list_here(settings.eval_prompts):
+    """Read the held-out prompts of a run; return [] if their file does not exist on this machine."""
+    if not prompt_list_exists(settings.eval_prompts):
         return []
     return read_run_prompts(settings, "eval_prompts")
 
 
-def is_prompt_list_here(source: str) -> bool:
-    """Return True for a list of prompts that exists on this machine."""
+def prompt_list_exists(
+    source: str,  # value of the setting `prompts` or `eval_prompts`
+) -> bool:
+    """Return True if a prompt list is shipped with the package or exists on this machine."""
     return source.startswith("pocket:") or is_prompt_list(split_prompt_column(source)[0])
 
 
 class EvaluationForwards(NamedTuple):
-    """What the evaluation after a run samples in one way: with the ODE, or as in training."""
+    """Forward passes of the evaluation after a run with one sampler: the ODE, or that of training."""
 
-    arms: int  # such as the base and the trained weights
-    per_image: int  # forward passes
+    arms: int  # number of arms with this sampler, such as base and trained weights
+    per_image: int  # forward passes per image and arm
     sizes: tuple[int | tuple[int, int], ...]  # each a side length or (height, width), pixels
 
 
 class EvaluationFlops(NamedTuple):
-    """The operations of a run's evaluations."""
+    """Floating-point operations of a run's evaluations."""
 
-    once: float  # of one evaluation during training
-    times: int  # evaluations during training
-    last: float  # of the evaluation after the run
+    during_training: float  # of one evaluation
+    evaluations: int  # number of evaluations during training
+    after_run: float  # of the evaluation after the run
 
 
 def evaluation_forwards(settings: Settings) -> dict[str, EvaluationForwards]:
-    """Count what the evaluation after a run samples; the keys are "ODE" and "as trained"."""
+    """Count the forward passes of the evaluation after a run, keyed by "ODE" and "as trained"."""
     (_, training_scale), (_, evaluation_scale) = guidance_scales(settings)
     ode_arms = 2 + (0 < settings.hybrid_split < settings.eval_steps)
     ode_passes = settings.eval_steps * (1 + (evaluation_scale > 1))
@@ -177,22 +192,30 @@ def evaluation_forwards(settings: Settings) -> dict[str, EvaluationForwards]:
     }
 
 
-def evaluation_flops(settings: Settings, config: ModelConfig) -> EvaluationFlops:
-    """Count the operations of a run's evaluations; of the last, those of one prompt if its file does not exist here."""
+def evaluation_flops(
+    settings: Settings,
+    config: ModelConfig,
+) -> EvaluationFlops:
+    """Count the floating-point operations of a run's evaluations.
+
+    If the prompt file does not exist on this machine, the evaluation after the run counts as one prompt.
+    """
     _, (_, scale) = guidance_scales(settings)
-    forward = forward_flops(config, settings.eval_resolution, settings.max_tokens) * (
+    forward_flop = forward_flops(config, settings.eval_resolution, settings.max_tokens) * (
         1 + (scale > 1)
     )
     arms = 1 + (0 < settings.hybrid_split < settings.eval_steps)
-    times = 1 if not settings.eval_every else -(-settings.iterations // settings.eval_every)
-    prompts = len(held_out_prompts(settings)) or 1  # 1: their file does not exist here
+    evaluations = 1 if not settings.eval_every else -(-settings.iterations // settings.eval_every)
+    prompts = len(held_out_prompts(settings)) or 1
     images = prompts * settings.eval_images
-    last = sum(
+    after_run = sum(
         images
-        * way.arms
-        * way.per_image
-        * mean_forward_flops(config, way.sizes, settings.max_tokens)
-        for way in evaluation_forwards(settings).values()
+        * sampled.arms
+        * sampled.per_image
+        * mean_forward_flops(config, sampled.sizes, settings.max_tokens)
+        for sampled in evaluation_forwards(settings).values()
     )
-    once = settings.eval_count * settings.eval_images * arms * settings.eval_steps * forward
-    return EvaluationFlops(once, times, last)
+    during_training = (
+        settings.eval_count * settings.eval_images * arms * settings.eval_steps * forward_flop
+    )
+    return EvaluationFlops(during_training, evaluations, after_run)

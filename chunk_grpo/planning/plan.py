@@ -45,9 +45,9 @@ from chunk_grpo.planning.counts import (
     forwards_per_image,
     held_out_prompts,
     images_per_iteration,
-    is_prompt_list_here,
     iteration_counts,
     iteration_flops,
+    prompt_list_exists,
     transitions_per_image,
 )
 from chunk_grpo.planning.devices import (
@@ -66,34 +66,34 @@ from chunk_grpo.planning.memory import (
 )
 
 # %% ../../nbs/06_planning/05_plan.ipynb #99efd8e4
-def _amount(
-    x: float,  # in units without a prefix
+def _format_amount(
+    amount: float,  # in the unit without a prefix
     unit: str,  # FLOP or B
 ) -> str:
-    """Write a number with three digits, a prefix and its unit, such as 1.23 TFLOP."""
-    names = ("", "k", "M", "G", "T", "P", "E")
+    """Format an amount with three digits, a prefix and its unit, such as 1.23 TFLOP."""
+    prefixes = ("", "k", "M", "G", "T", "P", "E")
     power = 0
-    while x >= 999.5 and power < len(names) - 1:
-        x /= 1000
+    while amount >= 999.5 and power < len(prefixes) - 1:
+        amount /= 1000
         power += 1
-    return f"{x:.3g} {names[power]}{unit}"
+    return f"{amount:.3g} {prefixes[power]}{unit}"
 
 
-def _duration(seconds: float) -> str:
-    """Write seconds in the unit that suits them."""
+def _format_duration(seconds: float) -> str:
+    """Format a duration in seconds, minutes, hours or days, depending on its length."""
     for limit, size, unit in ((120, 1, "s"), (7200, 60, "minutes"), (172800, 3600, "hours")):
         if seconds < limit:
             return f"{seconds / size:.3g} {unit}"
     return f"{seconds / 86400:.3g} days"
 
 
-def _describe_list(
-    settings: Settings,  # of the run
-    field: str,  # name of the setting that holds the list
+def _describe_prompt_list(
+    settings: Settings,
+    field: str,  # prompts or eval_prompts
 ) -> str:
-    """Describe what was read of a list of prompts, or say that its file does not exist here."""
+    """Describe a prompt list, or say that its file does not exist on this machine."""
     source = getattr(settings, field)
-    if not is_prompt_list_here(source):
+    if not prompt_list_exists(source):
         return f"{source} is not here"
     return describe_prompts(
         source,
@@ -105,29 +105,30 @@ def _describe_list(
 
 
 def describe_counts(
-    settings: Settings,  # of the run
-    processes: int = 1,  # that share the images
+    settings: Settings,
+    processes: int = 1,  # among which the images are divided
     counts: IterationCounts | None = None,  # None: those of `iteration_counts`
-    show_prompts: bool = True,  # the first of each list; a run from elsewhere may name any file
+    # False: do not read the prompt lists to describe them, since a run from elsewhere may name any file
+    show_prompts: bool = True,
 ) -> list[tuple[str, str]]:  # rows of name and text
-    """Describe what an iteration and the run sample and train.
+    """Describe how many images, updates and transitions an iteration, the run and its evaluation take.
 
-    Raise InputError if the processes cannot share the images.
+    Raises InputError if the images cannot be divided among the processes.
     """
     check_processes(settings, processes)
     images = images_per_iteration(settings)
     updates = settings.updates_per_iteration
-    # Other methods choose what they train in their own way: only their counts are known.
-    code = [name for name in named_code(settings) if name != settings.family]
-    by_chunks = settings.method == "chunk" and not code
+    # Other methods choose in their own way what they train, so only their counts are known.
+    user_code = [name for name in named_code(settings) if name != settings.family]
+    trains_chunks = settings.method == "chunk" and not user_code
     counts = counts or iteration_counts(settings)
-    mean = counts.trained
+    mean_transitions = counts.trained
     prompts = len(held_out_prompts(settings))
 
     rows = []
     if show_prompts:
         for name in ("prompts", "eval_prompts"):
-            rows.append((name, _describe_list(settings, name)))
+            rows.append((name, _describe_prompt_list(settings, name)))
 
     # What an iteration samples.
     sampled = f"{images:,} = {settings.prompts_per_iteration} prompts x {settings.images_per_prompt} images"
@@ -142,18 +143,18 @@ def describe_counts(
     rows.append(
         ("updates an iteration", f"{updates}, each on {images // updates:,} images{policy}")
     )
-    ragged = ""
-    if by_chunks:
+    transitions_range = ""
+    if trains_chunks:
         transitions = (
             f"{settings.transitions} kept of {settings.steps} steps, chunks {settings.chunks}"
         )
         low, _, high = (images * n for n in transitions_per_image(settings))
         if low != high:
-            ragged = f", {low:,} to {high:,} by the draw of chunks"
+            transitions_range = f", {low:,} to {high:,} by the draw of chunks"
     else:
         transitions = f"{counts.trained / images:g} trained of {settings.steps} steps, method {settings.method}"
     rows.append(("transitions an image", transitions))
-    rows.append(("trained an iteration", f"{mean:,.0f} transitions{ragged}"))
+    rows.append(("trained an iteration", f"{mean_transitions:,.0f} transitions{transitions_range}"))
     per_image = forwards_per_image(settings, counts)
     texts = [f"{name} {round(count, 2):g}" for name, count in per_image.items()]
     rows.append(("forwards an image", ", ".join(texts)))
@@ -161,20 +162,23 @@ def describe_counts(
         (
             "in the whole run",
             f"{settings.iterations:,} iterations, {images * settings.iterations:,} images, "
-            f"{updates * settings.iterations:,} updates, {mean * settings.iterations:,.0f} transitions",
+            f"{updates * settings.iterations:,} updates, {mean_transitions * settings.iterations:,.0f} transitions",
         )
     )
 
     # What the evaluation after the run samples.
-    draws = evaluation_forwards(settings)
+    evaluation = evaluation_forwards(settings)
     images_per_arm = (prompts or 1) * settings.eval_images
-    arms = sum(way.arms for way in draws.values())
-    forwards = {kind: images_per_arm * way.arms * way.per_image for kind, way in draws.items()}
+    arms = sum(sampled.arms for sampled in evaluation.values())
+    forwards = {
+        kind: images_per_arm * sampled.arms * sampled.per_image
+        for kind, sampled in evaluation.items()
+    }
     sizes = {
         "ODE": format_resolution(settings.eval_resolution),
         "as trained": format_resolution(settings.resolution),
     }
-    parts = ", ".join(f"{forwards[kind]:,} {kind} at {sizes[kind]}" for kind in draws)
+    parts = ", ".join(f"{forwards[kind]:,} {kind} at {sizes[kind]}" for kind in evaluation)
     what = f"{prompts:,} prompts" if prompts else "each prompt (their file is not here)"
     rows.append(
         (
@@ -186,7 +190,7 @@ def describe_counts(
     return rows
 
 # %% ../../nbs/06_planning/05_plan.ipynb #557666af
-# changes of settings that take less memory, those first that affect the training least
+# Changes of settings that save memory; those that affect training least come first.
 _SAVINGS = (
     {"vae_tiling": True},
     {"latents_on": "host"},
@@ -194,7 +198,7 @@ _SAVINGS = (
     {"gradient_checkpointing": True},
     {"update_batch": 1},
     {"rollout_batch": 1},
-    {"reward_options": "elsewhere"},  # see `_reward_elsewhere`
+    {"reward_options": "elsewhere"},  # replaced by `_serve_rewards_by_url`
     {"sharding": "fsdp", "sharding_offload": True},
     {"latents_dtype": "bfloat16"},
     {"optimizer": "adamw-8bit"},
@@ -203,10 +207,10 @@ _SAVINGS = (
 )
 
 
-def _reward_elsewhere(settings: Settings) -> dict[str, dict]:  # reward_options
-    """Return the reward options with every reward model of the plan behind a URL.
+def _serve_rewards_by_url(settings: Settings) -> dict[str, dict]:  # value of `reward_options`
+    """Return the reward options with a placeholder URL for each of the run's reward models.
 
-    The models then take no memory of the training's device.
+    A reward model behind a URL takes no memory on the training device.
     """
     names = {*reward_weights(settings), *evaluated_rewards(settings)} & set(REWARD_MODEL_SIZES)
     options = {name: dict(values) for name, values in settings.reward_options.items()}
@@ -215,20 +219,20 @@ def _reward_elsewhere(settings: Settings) -> dict[str, dict]:  # reward_options
     return options
 
 
-def _apply_savings(
-    settings: Settings,  # of the run
+def _merge_savings(
+    settings: Settings,
     chosen: Sequence[dict],  # some of _SAVINGS
     processes: int,  # one per device
 ) -> dict | None:
-    """Return the changes of settings that some savings make.
+    """Merge the chosen savings into one dict of changed settings.
 
-    Return None if one of them changes nothing, or they exclude each other.
+    Returns None if one of them changes nothing, or the result is a combination that a run rejects.
     """
     changes = {}
     for saving in chosen:
         changes |= saving
     if "reward_options" in changes:
-        changes["reward_options"] = _reward_elsewhere(settings)
+        changes["reward_options"] = _serve_rewards_by_url(settings)
     if any(
         all(getattr(settings, name) == changes[name] for name in saving if name in changes)
         for saving in chosen
@@ -237,7 +241,7 @@ def _apply_savings(
     # Only a frozen base can be quantized.
     if "quantization" in changes and not changes.get("lora_rank", settings.lora_rank):
         return None
-    # One process has no other to share weights with, but can leave them in host memory.
+    # A single process cannot divide the weights, but can leave them in host memory.
     if "sharding" in changes and "sharding_offload" not in changes and processes == 1:
         return None
     # Only a frozen base can stay in host memory.
@@ -255,30 +259,32 @@ def _apply_savings(
 
 
 def _find_savings(
-    settings: Settings,  # of the run
-    config: ModelConfig,  # of the model's networks
-    where: DeviceSpec,  # device of the run
+    settings: Settings,
+    config: ModelConfig,
+    device: DeviceSpec,
     processes: int = 1,  # one per device
-    # changes of settings, None if none are enough; bytes of the smallest run that was tried
+    # changed settings, None if no combination fits; bytes with them, or the fewest that were found
 ) -> tuple[dict | None, int]:
-    """Find the fewest savings with which a run fits on a device."""
+    """Find the smallest set of savings with which a run fits on a device."""
     smallest, _ = peak_memory(settings, config, processes)
     for count in range(1, len(_SAVINGS) + 1):
         for chosen in itertools.combinations(_SAVINGS, count):
-            changes = _apply_savings(settings, chosen, processes)
+            changes = _merge_savings(settings, chosen, processes)
             if changes is None:
                 continue
             # The settings are not validated again, since hundreds of them are tried.
-            smaller = fit_update_batch(config, settings.model_copy(update=changes))
-            total, _ = peak_memory(smaller, config, processes)
-            if where.fits(total):
+            smaller_run = fit_update_batch(config, settings.model_copy(update=changes))
+            total, _ = peak_memory(smaller_run, config, processes)
+            if device.fits(total):
                 return changes, total
             smallest = min(smallest, total)
     return None, smallest
 
 
-def _describe_changes(changes: dict) -> str:
-    """Write changes of settings as the command line takes them."""
+def _format_changes(
+    changes: dict,  # setting -> value
+) -> str:
+    """Format changed settings as arguments of the command line."""
     texts = []
     for name, value in changes.items():
         text = str(value).lower() if isinstance(value, bool) else str(value)
@@ -289,42 +295,42 @@ def _describe_changes(changes: dict) -> str:
 
 
 def _describe_shares(
-    shares: dict[str, RateShare],  # by phase
-    phases: Sequence[str],  # to describe
+    shares: dict[str, RateShare],  # keyed by phase
+    phases: Sequence[str],  # keys of the shares to describe
 ) -> str:
-    """Write the shares of some phases, each number with its source once."""
-    texts = {}
+    """Describe the shares of some phases and their sources, grouping phases with the same share."""
+    phases_of_text = {}
     for phase in phases:
         value, source = shares[phase]
-        texts.setdefault(f"{value:.0%}, {source}", []).append(phase)
-    if len(texts) == 1:
-        return next(iter(texts))
-    return "; ".join(f"{' and '.join(names)} {text}" for text, names in texts.items())
+        phases_of_text.setdefault(f"{value:.0%}, {source}", []).append(phase)
+    if len(phases_of_text) == 1:
+        return next(iter(phases_of_text))
+    return "; ".join(f"{' and '.join(names)} {text}" for text, names in phases_of_text.items())
 
 
 def _describe_device(
-    settings: Settings,  # of the run
-    config: ModelConfig,  # of the model's networks
-    name: str,  # of `find_device`
+    settings: Settings,
+    config: ModelConfig,
+    name: str,  # of the device, as in `find_device`
     share: float | None,  # of the device's rate; None: measured or assumed
     processes: int,  # one per device
     counts: IterationCounts | None,  # None: those of `iteration_counts`
 ) -> list[tuple[str, str]]:  # rows of name and text
-    """Compare a run's memory with a device's by part, and estimate the time of an iteration."""
+    """Describe whether a run fits on a device, its memory by part, and how long it takes."""
     device = find_device(name)
-    once, times, last = evaluation_flops(settings, config)
+    evaluation = evaluation_flops(settings, config)
     total, parts = peak_memory(settings, config, processes)
     phases = iteration_seconds(
         settings=settings,
         config=config,
-        where=device,
+        device=device,
         share=share,
         processes=processes,
         counts=counts,
     )
     rate = getattr(device, settings.dtype)
     shares = phase_shares(settings, config, device, share)
-    iteration = sum(phases.values())
+    iteration = sum(phases.values())  # seconds
 
     # Memory: does the run fit, and what would make it fit?
     fits = device.fits(total)
@@ -340,11 +346,11 @@ def _describe_device(
         if changes is None:
             text = f"no setting that `plan` tries: with all savings it still takes {least / 1e9:.0f} GB"
         else:
-            text = _describe_changes(changes)
+            text = _format_changes(changes)
         rows.append(("  would fit with", text))
-    for what, size in parts.items():
+    for part, size in parts.items():
         if size:
-            rows.append((f"  {what}", f"{size / 1e9:.2f} GB"))
+            rows.append((f"  {part}", f"{size / 1e9:.2f} GB"))
     rows.append(
         (
             "  at once",
@@ -352,27 +358,28 @@ def _describe_device(
         )
     )
 
-    # Time, what it leaves out, and whether anything of it was measured.
+    # Time, what it leaves out, and whether any of it was measured.
     left_out = "decoding and rewards"
     if settings.sharding != "none":
         left_out = "decoding, rewards and the exchange of sharded weights"
     speed = rate * 1e12 * shares["evaluation"].value * processes
-    spent = ", ".join(f"{phase} {_duration(seconds)}" for phase, seconds in phases.items())
-    evaluation_time = _duration(last / speed)
+    spent = ", ".join(f"{phase} {_format_duration(seconds)}" for phase, seconds in phases.items())
+    evaluation_time = _format_duration(evaluation.after_run / speed)
     if not held_out_prompts(settings):
         evaluation_time += " a prompt"
     measured = f"not measured on {device.name}"
     if any(source.startswith("measured") for _, source in shares.values()):
         measured = f"a whole iteration was {measured}, only the share of its rate"
+    all_evaluations = evaluation.during_training * evaluation.evaluations / speed  # seconds
     rows += [
         (
             "time an iteration",
-            f"{_duration(iteration)}: {spent}, at a share of {rate:g} TFLOP/s: "
+            f"{_format_duration(iteration)}: {spent}, at a share of {rate:g} TFLOP/s: "
             + _describe_shares(shares, list(phases)),
         ),
         (
             "time of the run",
-            f"{_duration(iteration * settings.iterations + once * times / speed)} with evaluations, "
+            f"{_format_duration(iteration * settings.iterations + all_evaluations)} with evaluations, "
             f"without {left_out}",
         ),
         ("time to evaluate it", evaluation_time),
@@ -382,54 +389,57 @@ def _describe_device(
 
 # %% ../../nbs/06_planning/05_plan.ipynb #51e25ad7
 def estimate_numbers(
-    settings: Settings,  # of the run
-    rate: float,  # operations per second of matrix products on one process's device
+    settings: Settings,
+    rate: float,  # of matrix products on the device of one process, operations per second
     processes: int = 1,  # one per device
     counts: IterationCounts | None = None,  # None: those of `iteration_counts`
 ) -> dict:
-    """Return the numbers of the tables: counts, operations, bytes and seconds.
+    """Return the numbers of a plan: counts, operations, bytes and seconds.
 
-    The seconds are a lower bound at the rate. Parameters, operations, bytes and seconds are None if
+    The seconds are lower bounds at the rate. Parameters, operations, bytes and seconds are None if
     the sizes of the model are not known.
     """
-    settings_counts = counts or iteration_counts(settings)
-    out = {
+    iteration = counts or iteration_counts(settings)
+    numbers = {
         "iterations": settings.iterations,
         "images_per_iteration": images_per_iteration(settings),
-        "transitions_per_iteration": settings_counts.trained,
-        "forwards_per_image": forwards_per_image(settings, settings_counts),
+        "transitions_per_iteration": iteration.trained,
+        "forwards_per_image": forwards_per_image(settings, iteration),
     }
     config = find_model_config(settings.model, settings.family)
     if config is None:
-        return out | dict.fromkeys(("parameters", "flops", "memory_bytes", "least_seconds"))
+        return numbers | dict.fromkeys(("parameters", "flops", "memory_bytes", "least_seconds"))
     check_sizes_of_family(settings, find_family(config.pipeline))
     settings = fit_update_batch(config, settings)
     speed = rate * processes
-    # Without given counts, these are of the fitted update batch.
+    # Without given counts, the operations depend on the fitted update batch.
     flops = iteration_flops(settings, config, counts)
-    once, times, last = evaluation_flops(settings, config)
-    work = {"iteration": sum(flops.values()), "evaluation": last}
-    work["run"] = work["iteration"] * settings.iterations + once * times
+    evaluation = evaluation_flops(settings, config)
+    operations = {"iteration": sum(flops.values()), "evaluation": evaluation.after_run}
+    operations["run"] = (
+        operations["iteration"] * settings.iterations
+        + evaluation.during_training * evaluation.evaluations
+    )
     sizes = {
         "all": model_sizes(config)["transformer"],
         "trained": count_trained_parameters(config, settings.lora_rank, settings.lora_targets),
     }
-    return out | {
+    return numbers | {
         "parameters": sizes,
         "flops": flops,
         "memory_bytes": training_memory(settings, config, processes),
-        "least_seconds": {name: operations / speed for name, operations in work.items()},
+        "least_seconds": {name: count / speed for name, count in operations.items()},
     }
 
 
 @functools.cache
 def _describe_adapted_layers(
-    config: ModelConfig,  # of the model's networks
+    config: ModelConfig,
     rank: int,  # of the adapters
-    targets: tuple[str, ...],  # layers with an adapter; empty: those of the family
+    targets: tuple[str, ...],  # layers with an adapter; empty: the default of the model family
 ) -> str:
-    """Write the layers that get an adapter as patterns, with the number of layers each."""
-    # imported here: needs peft
+    """Describe the layers that get an adapter as name patterns, with the number of layers for each."""
+    # Imported only when needed, because it requires peft.
     from chunk_grpo.models.trainable import list_adapted_layers, describe_layers
 
     policy = meta_policy(config, 64, 16, rank=rank, targets=targets)
@@ -437,14 +447,15 @@ def _describe_adapted_layers(
 
 
 def describe_estimates(
-    settings: Settings,  # of the run
-    rate: float,  # operations per second of matrix products on one process's device
+    settings: Settings,
+    rate: float,  # of matrix products on the device of one process, operations per second
     processes: int = 1,  # one per device
     counts: IterationCounts | None = None,  # None: those of `iteration_counts`
-    device: str = "",  # of `find_device`: memory and time on it, not the least time at the rate
+    # device whose memory and time are described, as in `find_device`; "": least time at the rate
+    device: str = "",
     share: float | None = None,  # of the device's rate; None: measured on it, or assumed
 ) -> list[tuple[str, str]]:  # rows of name and text
-    """Describe parameters, operations, memory, time and disk of a run: estimated, not measured."""
+    """Describe estimates of a run's parameters, operations, memory, time and disk space."""
     config = find_model_config(settings.model, settings.family)
     if config is None:
         return [
@@ -456,11 +467,11 @@ def describe_estimates(
     encoded = count_encoded_prompts(settings, config)
     numbers = estimate_numbers(settings, rate, processes, counts)
     settings = fit_update_batch(config, settings)
-    once, times, last = evaluation_flops(settings, config)
+    evaluation = evaluation_flops(settings, config)
     per_prompt = "" if held_out_prompts(settings) else " a prompt"
 
     # Sizes and operations.
-    embeds = _amount(encoded * prompt_embeds_bytes(config, settings), "B")
+    embeds = _format_amount(encoded * prompt_embeds_bytes(config, settings), "B")
     rows = [
         ("prompts encoded", f"at most {encoded:,}, {embeds} on disk"),
         ("parameters", "{all:,}, trained {trained:,}".format(**numbers["parameters"])),
@@ -469,17 +480,23 @@ def describe_estimates(
         layers = _describe_adapted_layers(config, settings.lora_rank, settings.lora_targets)
         rows.append(("adapted layers", layers))
     sizes = training_sizes(settings)
-    forward = _amount(mean_forward_flops(config, sizes, settings.max_tokens), "FLOP")
+    forward = _format_amount(mean_forward_flops(config, sizes, settings.max_tokens), "FLOP")
     mean_of = "at" if len(sizes) == 1 else "on average over"
-    phases = [f"{phase} {_amount(flops, 'FLOP')}" for phase, flops in numbers["flops"].items()]
+    phases = [
+        f"{phase} {_format_amount(flops, 'FLOP')}" for phase, flops in numbers["flops"].items()
+    ]
     rows += [
         ("one forward", f"{forward} {mean_of} {format_resolution(settings.resolution)}"),
         ("arithmetic an iteration", ", ".join(phases)),
         (
             "arithmetic an evaluation",
-            f"{_amount(once, 'FLOP')} at {format_resolution(settings.eval_resolution)}, {times} times",
+            f"{_format_amount(evaluation.during_training, 'FLOP')} at "
+            f"{format_resolution(settings.eval_resolution)}, {evaluation.evaluations} times",
         ),
-        ("arithmetic at the end", f"{_amount(last, 'FLOP')} to evaluate{per_prompt}"),
+        (
+            "arithmetic at the end",
+            f"{_format_amount(evaluation.after_run, 'FLOP')} to evaluate{per_prompt}",
+        ),
     ]
     if settings.update_memory:
         rows.append(
@@ -501,14 +518,16 @@ def describe_estimates(
         )
     else:
         memory = numbers["memory_bytes"]
-        least = {name: _duration(seconds) for name, seconds in numbers["least_seconds"].items()}
-        parts = ", ".join(f"{what} {_amount(n, 'B')}" for what, n in memory.items() if n)
-        total = _amount(sum(memory.values()), "B")
+        least = {
+            name: _format_duration(seconds) for name, seconds in numbers["least_seconds"].items()
+        }
+        parts = ", ".join(f"{part} {_format_amount(n, 'B')}" for part, n in memory.items() if n)
+        total = _format_amount(sum(memory.values()), "B")
         rows += [
             ("memory a process", f"{total}: {parts}; encoders, decoding and rewards on top"),
             (
                 "least time an iteration",
-                f"{least['iteration']} at {_amount(rate, 'FLOP')}/s a process",
+                f"{least['iteration']} at {_format_amount(rate, 'FLOP')}/s a process",
             ),
             (
                 "least time of the run",
@@ -524,7 +543,7 @@ def describe_estimates(
     }
     for name, sizes in sizes_of.items():
         text = f"{sum(sizes.values()) / 1e9:.3g} GB at most"
-        parts = ", ".join(f"{what} {n / 1e9:.3g} GB" for what, n in sizes.items() if n >= 1e8)
+        parts = ", ".join(f"{part} {n / 1e9:.3g} GB" for part, n in sizes.items() if n >= 1e8)
         if parts:
             text += f": {parts}"
         rows.append((name, text))
@@ -532,30 +551,30 @@ def describe_estimates(
 
 # %% ../../nbs/06_planning/05_plan.ipynb #a9a0fbf4
 def describe_measured(
-    settings: Settings,  # of the run
-    lines: list[dict],  # of the run's metrics
-    rate: float,  # operations per second of matrix products on one process's device
-    processes: int = 1,  # that shared the images
+    settings: Settings,
+    lines: list[dict],  # the run's metrics, one dict per iteration
+    rate: float,  # of matrix products on the device of one process, operations per second
+    processes: int = 1,  # among which the images were divided
     counts: IterationCounts | None = None,  # None: those of `iteration_counts`
 ) -> list[tuple[str, str]]:  # rows of name and text
-    """Compare the least time of a run's phases with the measured time in its metrics."""
+    """Compare the measured time of each phase of a run with the least time that the plan predicts."""
     measured = [line["seconds"] for line in lines if line.get("seconds")]
     config = find_model_config(settings.model, settings.family)
     if not measured:
         return [("measured", "nothing: the run has no finished iteration")]
-    work = {}  # operations by phase
+    flops = {}  # keyed by phase
     if config is not None:
-        work = iteration_flops(fit_update_batch(config, settings), config, counts)
-        work["evaluate"] = evaluation_flops(settings, config).once
+        flops = iteration_flops(fit_update_batch(config, settings), config, counts)
+        flops["evaluate"] = evaluation_flops(settings, config).during_training
     table = []
     for phase in dict.fromkeys(name for seconds in measured for name in seconds):
         times = [seconds[phase] for seconds in measured if phase in seconds]
         median = statistics.median(times)
-        text = f"measured {_duration(median)} (median of {len(times)}), "
-        if phase in work:
-            operations = work[phase] / processes
-            least = _duration(operations / rate)
-            reached = _amount(operations / median, "FLOP")
+        text = f"measured {_format_duration(median)} (median of {len(times)}), "
+        if phase in flops:
+            operations = flops[phase] / processes
+            least = _format_duration(operations / rate)
+            reached = _format_amount(operations / median, "FLOP")
             text += f"predicted at least {least}; reached {reached}/s a process"
         else:
             text += "no prediction"

@@ -20,30 +20,30 @@ from .counts import images_per_iteration
 from .memory import training_memory
 
 # %% ../../nbs/06_planning/04_processes.ipynb #dev0012
-# parameters of the largest transformer that is trained without a GPU unless the settings request it
+# Parameters of the largest transformer that is trained on the CPU without `device: cpu`.
 LARGEST_ON_CPU = 1e9
 
 
-def _large_model_on_cpu(settings: Settings) -> str:
-    """Describe the large model that would run on the CPU without a request; "" if there is none."""
+def _explain_large_model_on_cpu(settings: Settings) -> str:
+    """Return why a large model would run on the CPU although the settings do not request it, or ""."""
     config = find_model_config(settings.model, settings.family)
     if settings.device == "cpu" or torch.cuda.is_available() or not config:
         return ""
     size = model_sizes(config)["transformer"]
     if size <= LARGEST_ON_CPU:
         return ""
-    why = machine.explain_missing_gpu(torch.version.cuda)
-    return f"{settings.model} has {size / 1e9:.1f} billion parameters and torch sees no GPU ({why})"
+    missing_gpu = machine.explain_missing_gpu(torch.version.cuda)
+    return f"{settings.model} has {size / 1e9:.1f} billion parameters and torch sees no GPU ({missing_gpu})"
 
 
 def check_device(settings: Settings) -> str:
-    """Check that the model can be trained on the requested device, and return "cpu" or "cuda".
+    """Return the device on which a run trains, "cpu" or "cuda".
 
-    Raise InputError if the settings request a GPU and torch sees none, or if a large model would be
+    Raises InputError if the settings request a GPU and torch sees none, or if a large model would be
     trained on the CPU although the settings do not request it. No weights are read.
     """
     device = machine.choose_device(settings.device)
-    if problem := _large_model_on_cpu(settings):
+    if problem := _explain_large_model_on_cpu(settings):
         raise InputError(
             f"`device` must be cpu to train a large model on the CPU: {problem}; got {settings.device}"
         )
@@ -51,19 +51,19 @@ def check_device(settings: Settings) -> str:
 
 
 def choose_image_device(settings: Settings) -> str:
-    """Choose where a trained policy samples images, "cpu" or "cuda".
+    """Return the device on which a trained policy samples images, "cpu" or "cuda".
 
-    Warn before a large model does so on the CPU: a run that was trained on a GPU may be inspected
-    without one.
+    A large model may sample on the CPU, with a warning, so that a run that was trained on a GPU can be
+    inspected on a machine without one.
     """
-    if problem := _large_model_on_cpu(settings):
+    if problem := _explain_large_model_on_cpu(settings):
         warnings.warn(
             f"images will be sampled on the CPU, which may take hours: {problem}", stacklevel=2
         )
     return "cuda" if settings.device != "cpu" and torch.cuda.is_available() else "cpu"
 
 # %% ../../nbs/06_planning/04_processes.ipynb #7c61df88
-# device of `plan` and number of processes, by the name of a machine
+# Name of a machine -> its device, as in `find_device`, and number of processes.
 _MACHINES = {
     "8x80gb": ("h100", 8),
     "80gb": ("h100", 1),
@@ -72,7 +72,7 @@ _MACHINES = {
 
 
 def machine_presets() -> dict[str, tuple[str, int]]:  # preset -> device, processes
-    """Return the presets that are named after a machine."""
+    """Return the device and the number of processes of each preset that is named after a machine."""
     return {
         name: _MACHINES[name.removeprefix("machines/").split("-")[0]]
         for name in list_presets()
@@ -80,10 +80,12 @@ def machine_presets() -> dict[str, tuple[str, int]]:  # preset -> device, proces
     }
 
 
-def find_preset_processes(source: str | None) -> int | None:
-    """Return the number of processes of the machine that a preset is for.
+def find_preset_processes(
+    source: str | None,  # preset or file of the settings
+) -> int | None:
+    """Return the number of processes of the machine that a preset is made for.
 
-    Return None for a settings file, and for a preset that is for no machine.
+    Returns None for a settings file, and for a preset that is not made for a particular machine.
     """
     processes = {"paper/eight-gpu-full": 8, "paper/one-h200-lora": 1, "paper/one-24gb-lora": 1}
     for name, (_, count) in machine_presets().items():
@@ -91,35 +93,39 @@ def find_preset_processes(source: str | None) -> int | None:
     return processes.get(source)
 
 # %% ../../nbs/06_planning/04_processes.ipynb #55e3c79f
-# forward passes of one image in a whole run; with the pocket model they take as long as a process
-# takes to start
-_SHARED_FORWARDS = 10_000
-# bytes of a process besides the training: libraries, encoders, autoencoder, rewards
+# Runs with fewer forward passes in total use one process. With the pocket model so many take about
+# as long as a process takes to start.
+_MIN_FORWARDS_TO_SPLIT = 10_000
+# Bytes of a process in addition to those of training: libraries, encoders, autoencoder, rewards.
 _PROCESS_BYTES = 1_000_000_000
 
 
 def choose_processes(
-    settings: Settings,  # of the run
-    source: str | None = None,  # the preset or file of the settings
+    settings: Settings,
+    source: str | None = None,  # preset or file of the settings
 ) -> int:
-    """Return the number of processes with which a run is fastest on this machine.
+    """Return the number of processes with which a run is expected to be fastest on this machine.
 
-    With GPUs it is the number that the preset is for, if there are as many, else 1.
+    With GPUs it is the number that the preset is made for, if there are as many GPUs and the prompts
+    divide evenly among them; otherwise it is 1.
     """
     info = machine.machine_info()
-    wanted = find_preset_processes(source) or 1
+    preset_processes = find_preset_processes(source) or 1
     if info["gpus"]:
-        is_possible = len(info["gpus"]) >= wanted and settings.prompts_per_iteration % wanted == 0
-        return wanted if is_possible else 1
+        is_possible = (
+            len(info["gpus"]) >= preset_processes
+            and settings.prompts_per_iteration % preset_processes == 0
+        )
+        return preset_processes if is_possible else 1
 
     # Without a GPU: the most processes that divide the prompts, if the run is long enough.
     most = max(n for n in range(1, info["cores"] + 1) if settings.prompts_per_iteration % n == 0)
-    pays = (
+    is_worthwhile = (
         2 * most > info["cores"]
         and settings.iterations * images_per_iteration(settings) * settings.steps
-        >= _SHARED_FORWARDS
+        >= _MIN_FORWARDS_TO_SPLIT
     )
-    config = find_model_config(settings.model, settings.family) if pays else None
+    config = find_model_config(settings.model, settings.family) if is_worthwhile else None
     if config is None:
         return 1
     memory = training_memory(fit_update_batch(config, settings), config, most)

@@ -15,11 +15,11 @@ import chunk_grpo
 from .. import InputError
 
 IMAGE_SIZE = 64  # pixels, both sides
-MAX_TOKENS = 12  # of a prompt: ten words at most, begin and end marks
+MAX_TOKENS = 12  # per prompt: at most ten words, plus the begin and end tokens
 POCKET_DIR = Path(chunk_grpo.__file__).parent / "pocket"
 
 
-POCKET_MODELS = {  # the setting `model` -> folder under POCKET_DIR
+POCKET_MODELS = {  # value of the setting `model` -> folder in POCKET_DIR
     "pocket": "base",
     "pocket/three-quarters-wrong": "bases/three-quarters-wrong",
     "pocket/undertrained": "bases/undertrained",
@@ -30,9 +30,9 @@ POCKET_MODELS = {  # the setting `model` -> folder under POCKET_DIR
 def pocket_model_path(
     model: str = "pocket",  # one of POCKET_MODELS
 ) -> str:
-    """Return the folder of a shipped base, a pipeline that diffusers alone can load.
+    """Return the folder of a shipped base model, which diffusers can load without this package.
 
-    `pocket/editing` is a FluxKontextPipeline, all others are a FluxPipeline. Raises InputError for other names.
+    `pocket/editing` is a FluxKontextPipeline; the others are FluxPipelines. Raises InputError for an unknown name.
     """
     if model not in POCKET_MODELS:
         raise InputError(
@@ -47,30 +47,34 @@ PROMPT_FILES = {
 }
 
 
-# Lists of edits, whose records each name an image: "edit-train", "edit-validation" and "edit-test".
+# Lists of image edits, keyed by "edit-train", "edit-validation" and "edit-test"; each record names an image.
 EDIT_FILES = {f"edit-{split}": POCKET_DIR / "editing" / f"{split}.jsonl" for split in PROMPT_SPLITS}
 
 
 def read_pocket_prompts(
     split: str = "train",  # one of PROMPT_FILES
 ) -> list[str]:
-    """Return the prompts of a shipped list; raise InputError for any other name."""
+    """Return the prompts of a shipped list.
+
+    Raises InputError for an unknown name.
+    """
     if split not in PROMPT_FILES:
         raise InputError(f"`split` must be train, validation, test or test192; got {split!r}")
     return PROMPT_FILES[split].read_text().splitlines()
 
 # %% ../../nbs/01_pocket/00_pocket.ipynb #5eaf2538
 def read_pocket_manifest() -> dict:
-    """Return the manifest: how the weights were trained, what they score, and the hash of every shipped file."""
+    """Read the manifest, which records how the weights were trained, what they score, and the hash of every shipped file."""
     return json.loads((POCKET_DIR / "manifest.json").read_text())
 
 
 def verify_pocket_files(
-    folder: Path | None = None,  # with manifest.json and the files it lists; None: the shipped one
-) -> int:  # number of files, all as they were shipped
-    """Compare every shipped file with the manifest; raise InputError naming the first that differs.
+    folder: Path | None = None,  # holds manifest.json and the files that it lists; None: POCKET_DIR
+) -> int:  # number of files verified
+    """Raise InputError unless every file in the manifest exists and has the recorded hash.
 
-    The other bases have manifests of their own, in `POCKET_DIR / "bases"` and `POCKET_DIR / "editing"`.
+    The error names the first file that differs. The other bases have their own manifests, in
+    `POCKET_DIR / "bases"` and `POCKET_DIR / "editing"`.
     """
     folder = Path(folder or POCKET_DIR)
     files = json.loads((folder / "manifest.json").read_text())["sha256"]

@@ -21,45 +21,45 @@ from .geneval import images_to_numpy
 
 
 def tokenize_captions(
-    tokenize: PreTrainedTokenizerFast,  # of CLIP or of T5
+    tokenizer: PreTrainedTokenizerFast,  # for CLIP or for T5
     captions: list[str],  # B captions
 ) -> torch.Tensor:  # (B, MAX_TOKENS)
-    """Return the token ids of captions, padded to full length."""
+    """Return the token ids of captions, padded or truncated to MAX_TOKENS."""
     kwargs = {"padding": "max_length", "max_length": MAX_TOKENS, "truncation": True}
-    return torch.tensor(tokenize(captions, **kwargs)["input_ids"])
+    return torch.tensor(tokenizer(captions, **kwargs)["input_ids"])
 
 
 def numpy_to_vae_input(
     array: np.ndarray,  # (B, H, W, 3), uint8
 ) -> torch.Tensor:  # (B, 3, H, W), in [-1, 1]
-    """Convert bytes to the range that a diffusers VAE works in."""
+    """Convert uint8 images to the range and layout that a diffusers VAE expects."""
     return torch.from_numpy(array).permute(0, 3, 1, 2).float() / 127.5 - 1
 
 
 def embed_text(
-    model: CLIPModel,  # whose text tower is used
-    ids: torch.Tensor,  # (B, MAX_TOKENS), of `tokenize_captions`
+    model: CLIPModel,
+    ids: torch.Tensor,  # (B, MAX_TOKENS), token ids from `tokenize_captions`
 ) -> torch.Tensor:  # (B, 64), unit length
-    """Return the embeddings of captions, normalised."""
+    """Return the normalised embeddings of captions."""
     features = model.text_model(input_ids=ids).pooler_output
     return F.normalize(model.text_projection(features), dim=-1)
 
 
 def embed_image(
-    model: CLIPModel,  # whose image tower is used
-    x: torch.Tensor,  # (B, 3, 64, 64), in [-1, 1]
+    model: CLIPModel,
+    images: torch.Tensor,  # (B, 3, 64, 64), in [-1, 1]
 ) -> torch.Tensor:  # (B, 64), unit length
-    """Return the embeddings of images, normalised."""
-    features = model.vision_model(pixel_values=x).pooler_output
+    """Return the normalised embeddings of images."""
+    features = model.vision_model(pixel_values=images).pooler_output
     return F.normalize(model.visual_projection(features), dim=-1)
 
 # %% ../../nbs/01_pocket/03_clip.ipynb #7ff69475
 class PocketCLIP:
-    """The CLIP as a reward: the cosine between image and prompt."""
+    """Reward an image with the cosine similarity between its CLIP embedding and that of its prompt."""
 
     def __init__(
         self,
-        folder: Path = POCKET_DIR / "clip",  # with the model and its tokenizer
+        folder: Path = POCKET_DIR / "clip",  # holds the model and its tokenizer
     ):
         """Load the model and its tokenizer."""
         self.model = CLIPModel.from_pretrained(folder).eval().requires_grad_(False)
@@ -68,9 +68,9 @@ class PocketCLIP:
     @torch.no_grad()
     def embed(
         self,
-        images: Sequence[Image.Image] | torch.Tensor,  # PIL, or (B, 3, H, W)
+        images: Sequence[Image.Image] | torch.Tensor,  # PIL; or (B, 3, H, W), in [0, 1] or uint8
     ) -> torch.Tensor:  # (B, 64), unit length
-        """Return the embeddings of images of any size, normalised; a tensor holds floats in [0, 1] or uint8."""
+        """Resize images to 64 x 64 pixels and return their normalised embeddings."""
         x = numpy_to_vae_input(images_to_numpy(images))
         if x.shape[-2:] != (IMAGE_SIZE, IMAGE_SIZE):
             x = F.interpolate(x, (IMAGE_SIZE, IMAGE_SIZE), mode="bilinear", antialias=True)
@@ -79,12 +79,12 @@ class PocketCLIP:
     @torch.no_grad()
     def __call__(
         self,
-        images: Sequence[Image.Image] | torch.Tensor,  # PIL, or (B, 3, H, W)
+        images: Sequence[Image.Image] | torch.Tensor,  # PIL; or (B, 3, H, W), in [0, 1] or uint8
         prompts: Sequence[str],  # one per image
     ) -> torch.Tensor:  # (B,), float32, in [-1, 1]
-        """Return the cosine of each image with its prompt.
+        """Return the cosine similarity of each image and its prompt.
 
-        A tensor of images holds floats in [0, 1] or uint8. Raises InputError unless there is one prompt per image.
+        Raises InputError unless there is one prompt per image.
         """
         if len(images) != len(prompts):
             raise InputError(
@@ -92,7 +92,7 @@ class PocketCLIP:
             )
         if not len(prompts):
             return torch.zeros(0)
-        # Each different prompt is encoded once.
+        # A prompt that occurs several times is encoded once.
         unique = list(dict.fromkeys(prompts))
         text = embed_text(self.model, tokenize_captions(self.tokenizer, unique))
         prompt_index = torch.tensor([unique.index(prompt) for prompt in prompts])

@@ -30,10 +30,13 @@ from .world import matches_caption, parse_caption, render_scene, spatial_relatio
 _Images = Sequence[Image.Image] | torch.Tensor  # PIL; or (B, 3, H, W), float in [0, 1] or uint8
 
 
-def _tensor_to_bytes(
+def _tensor_to_numpy(
     images: torch.Tensor,  # (B, 3, H, W), float in [0, 1] or uint8
 ) -> np.ndarray:  # (B, H, W, 3), uint8
-    """Return a tensor of images as an array of bytes; raise InputError if its shape, type or range is wrong."""
+    """Convert a tensor of images to a uint8 array.
+
+    Raises InputError if its shape, dtype or range is wrong.
+    """
     x = images.detach().cpu()
     if x.ndim != 4 or x.shape[1] != 3 or 0 in x.shape[2:]:
         raise InputError(
@@ -56,13 +59,15 @@ def _tensor_to_bytes(
     return x.permute(0, 2, 3, 1).numpy()
 
 
-def images_to_numpy(images: _Images) -> np.ndarray:  # (B, H, W, 3), uint8
-    """Return images of any accepted kind as one array of bytes.
+def images_to_numpy(
+    images: _Images,  # PIL; or (B, 3, H, W), float in [0, 1] or uint8
+) -> np.ndarray:  # (B, H, W, 3), uint8
+    """Convert PIL images or a tensor of images to one uint8 array.
 
-    Raises InputError for other kinds, for a tensor of the wrong shape, type or range, and for images of several sizes.
+    Raises InputError for any other type, for a tensor of the wrong shape, dtype or range, and for images of different sizes.
     """
     if isinstance(images, torch.Tensor):
-        return _tensor_to_bytes(images)
+        return _tensor_to_numpy(images)
     if isinstance(images, str) or not all(isinstance(image, Image.Image) for image in images):
         kinds = ", ".join(sorted({type(image).__name__ for image in images}))
         raise InputError(
@@ -76,38 +81,42 @@ def images_to_numpy(images: _Images) -> np.ndarray:  # (B, H, W, 3), uint8
     return np.stack([np.asarray(image.convert("RGB")) for image in images])
 
 
-def _hue_angle(rgb: np.ndarray) -> np.ndarray:  # (..., 3) -> (...), radians
-    """Return the hue of colours as an angle; adding grey to a colour does not change it."""
+def _hue_angle(
+    rgb: np.ndarray,  # (..., 3), 0 to 255
+) -> np.ndarray:  # (...), radians
+    """Return the hue of colours as an angle, which does not change if grey is added."""
     r, g, b = (rgb[..., i].astype(np.float32) for i in range(3))
     return np.arctan2(np.sqrt(3) * (g - b), 2 * r - g - b)
 
 
 def _angle_between(
-    first: np.ndarray,  # one angle, radians
-    second: np.ndarray,  # the other angle, radians
+    first: np.ndarray,  # radians
+    second: np.ndarray,  # radians, of a shape that broadcasts with `first`
 ) -> np.ndarray:  # radians, 0 to pi
-    """Return the absolute difference of two angles, the short way round the circle."""
+    """Return the absolute difference of angles, the short way round the circle."""
     return np.abs((first - second + np.pi) % (2 * np.pi) - np.pi)
 
 
-def _nearest_colour(hue: float) -> str:  # one of POCKET_COLOURS
-    """Return the colour of the world that is nearest in hue."""
+def _nearest_colour(
+    hue: float,  # radians, as returned by `_hue_angle`
+) -> str:  # one of POCKET_COLOURS
+    """Return the colour of the pocket world that is nearest in hue."""
     hues = _hue_angle(np.array(list(POCKET_COLOURS.values())))
     return list(POCKET_COLOURS)[_angle_between(hues, hue).argmin()]
 
 # %% ../../nbs/01_pocket/02_geneval.ipynb #3088fdbe
-_MIN_CHROMA = 40  # of 255, of a coloured pixel
-_MIN_CHROMA_SHARE = 0.5  # of the object's chroma, of a pixel that belongs to it
-_MIN_COMPONENT_PIXELS = 20  # smaller patches are crumbs and do not count
+_MIN_CHROMA = 40  # of 255; pixels with less are background
+_MIN_CHROMA_SHARE = 0.5  # of its object's chroma, which a pixel of the object must have
+_MIN_COMPONENT_PIXELS = 20  # smaller patches are ignored as crumbs
 _MAX_HUE_DISTANCE = np.deg2rad(20)  # of a pixel from its object's mean hue
-_MIN_HUE_SHARE = 0.8  # of an object's pixels must be within that distance
+_MIN_HUE_SHARE = 0.8  # a larger share of an object's pixels must lie within that distance
 
 
-def _components(
+def _coloured_components(
     array: np.ndarray,  # (B, H, W, 3), uint8
-) -> Iterator[tuple[int, str | None, np.ndarray]]:
-    """Yield connected patches of colour: index of the image, colour (None for several), mask (H, W)."""
-    for image, chroma in enumerate(np.ptp(array, axis=-1)):
+) -> Iterator[tuple[int, str | None, np.ndarray]]:  # image index, colour, mask (H, W)
+    """Yield the connected coloured patches of all images; the colour is None if a patch has several."""
+    for image_index, chroma in enumerate(np.ptp(array, axis=-1)):
         label, count = ndimage.label(chroma >= _MIN_CHROMA, np.ones((3, 3)))
         for number in range(1, count + 1):
             # Cut the soft edge where object and background mix in equal parts.
@@ -116,25 +125,26 @@ def _components(
             mask = patch & (chroma >= _MIN_CHROMA_SHARE * object_chroma)
             if mask.sum() < _MIN_COMPONENT_PIXELS:
                 continue
-            hue = _hue_angle(array[image][mask])
+            hue = _hue_angle(array[image_index][mask])
             mean_hue = np.angle(np.exp(1j * hue).mean())
             is_near = _angle_between(hue, mean_hue) <= _MAX_HUE_DISTANCE
             is_pure = is_near.mean() > _MIN_HUE_SHARE
-            yield image, _nearest_colour(mean_hue) if is_pure else None, mask
+            yield image_index, _nearest_colour(mean_hue) if is_pure else None, mask
 
 # %% ../../nbs/01_pocket/02_geneval.ipynb #3d955ee2
-_GRID = 16  # cells per side, on which patches and shapes are compared
+_GRID = 16  # cells per side of the grid on which patches and templates are compared
 _RADII_BLURS = ((24, 0.0), (10, 0.5), (8, 0.7), (7, 0.9))  # radius and blur of templates, pixels
-# Displacements of a template's centre, pixels: a tip may fill one more row or column.
+# Displacements of a template's centre in each direction, pixels: they decide which pixels a tip fills.
 _OFFSETS = (0.0, 0.25, 0.5, 0.75)
-_MIN_SHAPE_IOU = 0.82  # least overlap (intersection over union) with the best shape
-_MAX_ASPECT_RATIO = 1.4  # longest side over shortest
+_MIN_SHAPE_IOU = 0.82  # least intersection over union with the best template
+_MAX_ASPECT_RATIO = 1.4  # longer side over shorter
 
 
-def _stretch(
+def _stretch_to_grid(
     masks: np.ndarray,  # (N, H, W), bool, one patch each
-) -> tuple[np.ndarray, np.ndarray]:  # (N, 16, 16), bool; (N, 4), top, bottom, left and right
-    """Stretch patches to a common grid by the nearest pixel, and return them with their boxes."""
+    # stretched masks (N, 16, 16), bool; boxes (N, 4): top, bottom, left and right
+) -> tuple[np.ndarray, np.ndarray]:
+    """Stretch each patch to a grid of 16 x 16 cells by nearest neighbour, and return its box too."""
     boxes = [ndimage.find_objects(mask.astype(int))[0] for mask in masks]
     spans = np.array([(rows.start, rows.stop, cols.start, cols.stop) for rows, cols in boxes])
     cell = (np.arange(_GRID) + 0.5) / _GRID
@@ -145,36 +155,43 @@ def _stretch(
 
 @cache
 def _shape_templates() -> np.ndarray:  # (radii * offsets^2 * shapes, 16, 16), bool
-    """Render every shape at several sizes and offsets, and return their stretched masks; shapes vary fastest."""
+    """Render every shape at several sizes and offsets, and return the stretched masks.
+
+    Shapes vary fastest, so the index of a template modulo the number of shapes gives the shape.
+    """
     templates = []
     for (radius, blur), x, y in product(_RADII_BLURS, _OFFSETS, _OFFSETS):
         for shape in SHAPES:
             thing = SceneObject(shape=shape, colour="blue", x=32 + x, y=32 + y, radius=radius)
             picture = render_scene(Scene("", (thing,))).filter(ImageFilter.GaussianBlur(blur))
-            ((_, _, mask),) = _components(images_to_numpy([picture]))
-            stretched, _ = _stretch(mask[None])
+            ((_, _, mask),) = _coloured_components(images_to_numpy([picture]))
+            stretched, _ = _stretch_to_grid(mask[None])
             templates.append(stretched[0])
     return np.stack(templates)
 
 
 def detect_shapes(
     array: np.ndarray,  # (B, H, W, 3), uint8
-) -> list[list[SceneObject | None]]:  # of each image; None: a patch that is no shape of the world
-    """Detect the objects of every image: connected patches of colour, their colour by hue, their shape by overlap."""
+) -> list[list[SceneObject | None]]:  # per image; None: a patch that matches no shape
+    """Detect the objects of every image.
+
+    An object is a connected coloured patch. Its colour is the nearest in hue, and its shape that of the best template.
+    """
     things: list[list[SceneObject | None]] = [[] for _ in array]
-    patches = list(_components(array))
+    patches = list(_coloured_components(array))
     if not patches:
         return things
 
     # Overlap of every patch with every template.
-    squares, spans = _stretch(np.stack([mask for *_, mask in patches]))
+    squares, spans = _stretch_to_grid(np.stack([mask for *_, mask in patches]))
     templates = _shape_templates()
-    a = squares.reshape(len(squares), -1).astype(np.float32)
-    b = templates.reshape(len(templates), -1).astype(np.float32)
-    intersection = a @ b.T
-    overlaps = intersection / (a.sum(1)[:, None] + b.sum(1) - intersection)
+    patch_cells = squares.reshape(len(squares), -1).astype(np.float32)
+    template_cells = templates.reshape(len(templates), -1).astype(np.float32)
+    intersection = patch_cells @ template_cells.T
+    areas = patch_cells.sum(1)[:, None] + template_cells.sum(1)
+    overlaps = intersection / (areas - intersection)
 
-    for (image, colour, _), span, overlap in zip(patches, spans, overlaps, strict=True):
+    for (image_index, colour, _), span, overlap in zip(patches, spans, overlaps, strict=True):
         height = int(span[1] - span[0])
         width = int(span[3] - span[2])
         is_compact = max(height, width) <= _MAX_ASPECT_RATIO * min(height, width)
@@ -187,12 +204,14 @@ def detect_shapes(
                 y=float((span[0] + span[1]) / 2),
                 radius=(height + width) / 4,
             )
-        things[image].append(thing)
+        things[image_index].append(thing)
     return things
 
 
-def describe_things(things: Sequence[SceneObject | None]) -> str:
-    """Return in words what the checker sees in an image."""
+def describe_things(
+    things: Sequence[SceneObject | None],  # of an image; None: a patch that matches no shape
+) -> str:
+    """Describe in words what the checker detects in an image, such as "a red star, an unclear patch"."""
     words = [
         "unclear patch" if thing is None else f"{thing.colour} {thing.shape}" for thing in things
     ]
@@ -203,11 +222,14 @@ def describe_things(things: Sequence[SceneObject | None]) -> str:
     return ", ".join(phrases) or "nothing"
 
 # %% ../../nbs/01_pocket/02_geneval.ipynb #61e8b594
-def _detected(
-    images: _Images,  # B images
-    prompts: Sequence[str],  # one per image, to check their number
-) -> list[list[SceneObject | None]]:  # the objects of each image
-    """Detect the objects of every image; raise InputError unless there is one prompt per image."""
+def _detect_objects(
+    images: _Images,  # PIL; or (B, 3, H, W), float in [0, 1] or uint8
+    prompts: Sequence[str],  # only their number is checked
+) -> list[list[SceneObject | None]]:  # per image; None: a patch that matches no shape
+    """Detect the objects of every image.
+
+    Raises InputError unless there is one prompt per image.
+    """
     if len(images) != len(prompts):
         raise InputError(
             f"`prompts` must have one entry an image; got {len(prompts)} for {len(images)} images"
@@ -217,11 +239,12 @@ def _detected(
 
 def match_objects(
     spec: CaptionSpec,  # the meaning of the caption
-    things: Sequence[SceneObject | None],  # what the image shows; None: a patch that is no shape
+    things: Sequence[SceneObject | None],  # detected objects; None: a patch that matches no shape
+    # match of each object of the caption, or None; number of unmatched things in the image
 ) -> tuple[list[SceneObject | None], int]:
-    """Match the objects of an image with those of a caption.
+    """Match the objects of a caption with those of an image.
 
-    Returns the match of each requested object, or None, and how many things of the image are left over.
+    Objects of the right shape and colour are matched first, then those of the right shape alone.
     """
     remaining = list(things)
     matches = [None] * len(spec.objects)
@@ -243,9 +266,9 @@ def match_objects(
 
 def objects_present(
     spec: CaptionSpec,  # the meaning of the caption
-    things: Sequence[SceneObject | None],  # what the image shows; None: a patch that is no shape
-) -> list[bool]:  # in the order of the caption
-    """Return for each object of the caption whether the image shows it."""
+    things: Sequence[SceneObject | None],  # detected objects; None: a patch that matches no shape
+) -> list[bool]:  # one per object, in the order of the caption
+    """Return for each object of the caption whether the image shows it in the right shape and colour."""
     matches, _ = match_objects(spec, things)
     return [
         thing is not None and colour in (None, thing.colour)
@@ -254,28 +277,31 @@ def objects_present(
 
 
 class PocketGenEval:
-    """The checker as a reward: 1 if an image shows what its prompt says, otherwise 0."""
+    """Reward an image with 1 if it shows exactly what its prompt describes, otherwise with 0."""
 
     def __call__(
         self,
         images: _Images,  # PIL; or (B, 3, H, W), float in [0, 1] or uint8
-        prompts: Sequence[str],  # one per image, of the grammar
+        prompts: Sequence[str],  # one per image, each a caption of the grammar
     ) -> torch.Tensor:  # (B,), float32, 0 or 1
-        """Return the verdict on each image; raise InputError for a prompt outside the grammar."""
-        pairs = zip(prompts, _detected(images, prompts), strict=True)
+        """Return 1 for each image that shows exactly what its prompt describes, otherwise 0.
+
+        Raises InputError for a prompt outside the grammar.
+        """
+        pairs = zip(prompts, _detect_objects(images, prompts), strict=True)
         verdicts = [matches_caption(parse_caption(prompt), things) for prompt, things in pairs]
         return torch.tensor(verdicts, dtype=torch.float32)
 
     def objects(
         self,
         images: _Images,  # PIL; or (B, 3, H, W), float in [0, 1] or uint8
-        prompts: Sequence[str],  # one per image, of the grammar
-    ) -> list[list[bool]]:  # for each image, in the order of its prompt
+        prompts: Sequence[str],  # one per image, each a caption of the grammar
+    ) -> list[list[bool]]:  # per image, in the order of its prompt
         """Return which objects of its prompt each image shows, whatever else it shows.
 
         Raises InputError for a prompt outside the grammar.
         """
-        pairs = zip(prompts, _detected(images, prompts), strict=True)
+        pairs = zip(prompts, _detect_objects(images, prompts), strict=True)
         return [objects_present(parse_caption(prompt), things) for prompt, things in pairs]
 
     def category(self, prompt: str) -> str:  # one of POCKET_CATEGORIES
@@ -285,49 +311,52 @@ class PocketGenEval:
 # %% ../../nbs/01_pocket/02_geneval.ipynb #89580347
 def share_of_facts(
     spec: CaptionSpec,  # the meaning of the caption
-    things: Sequence[SceneObject | None],  # what the image shows; None: a patch that is no shape
+    things: Sequence[SceneObject | None],  # detected objects; None: a patch that matches no shape
 ) -> float:  # 0 to 1
-    """Return k / (n + m): true facts of the caption over its facts and the things that nobody asked for."""
-    matches, extra = match_objects(spec, things)
+    """Return k / (n + m): true facts of the caption over all its facts plus the things not in the caption."""
+    matches, extra_count = match_objects(spec, things)
     facts = [thing is not None for thing in matches]
     for thing, (_, colour) in zip(matches, spec.objects, strict=True):
         if colour:
             facts.append(thing is not None and thing.colour == colour)
     if spec.relation:
         facts.append(None not in matches and spec.relation in spatial_relations(*matches))
-    return sum(facts) / (len(facts) + extra)
+    return sum(facts) / (len(facts) + extra_count)
 
 
 class PocketPartial:
-    """The graded checker as a reward: the share of its prompt that an image shows."""
+    """Reward an image with the share of its prompt that it shows."""
 
     def __call__(
         self,
         images: _Images,  # PIL; or (B, 3, H, W), float in [0, 1] or uint8
-        prompts: Sequence[str],  # one per image, of the grammar
+        prompts: Sequence[str],  # one per image, each a caption of the grammar
     ) -> torch.Tensor:  # (B,), float32, in [0, 1]
-        """Return the share of facts of each image; raise InputError for a prompt outside the grammar."""
-        pairs = zip(map(parse_caption, prompts), _detected(images, prompts), strict=True)
+        """Return the share of its prompt's facts that are true of each image, see `share_of_facts`.
+
+        Raises InputError for a prompt outside the grammar.
+        """
+        pairs = zip(map(parse_caption, prompts), _detect_objects(images, prompts), strict=True)
         return torch.tensor([share_of_facts(*pair) for pair in pairs], dtype=torch.float32)
 
     category = PocketGenEval.category
 
 # %% ../../nbs/01_pocket/02_geneval.ipynb #5ff0dfeb
 _WARM_COLOURS = ("red", "yellow")
-_LARGEST_RADIUS = 22.0  # pixels; what is larger is no object of the world
+_LARGEST_RADIUS = 22.0  # of an object that counts, pixels
 
 
 class PocketWarm:
-    """A taste as a reward: the share of an image's objects that are red or yellow, whatever its prompt says."""
+    """Reward an image with the share of its objects that are red or yellow, whatever its prompt says."""
 
     def __call__(
         self,
         images: _Images,  # PIL; or (B, 3, H, W), float in [0, 1] or uint8
-        prompts: Sequence[str],  # one per image, of which only the number matters
+        prompts: Sequence[str],  # one per image; only their number is checked
     ) -> torch.Tensor:  # (B,), float32, in [0, 1]
-        """Return the share of warm objects of each image, 0 for an image without objects."""
+        """Return the share of red and yellow objects of each image, 0 for an image without objects."""
         scores = []
-        for things in _detected(images, prompts):
+        for things in _detect_objects(images, prompts):
             is_warm = [
                 thing is not None
                 and thing.colour in _WARM_COLOURS

@@ -16,15 +16,15 @@ from .. import InputError
 from .geneval import detect_shapes, images_to_numpy
 from .world import SceneObject
 
-# Of an object, as a share of the image's side; what is larger is no object of the world.
+# Largest radius of an object that counts, as a share of the image's side.
 _LARGEST_RADIUS = 22 / 64
 
 
 def mean_height(
-    things: Sequence[SceneObject | None],  # what an image shows; None: a patch that is no shape
-    side: int,  # of the image, in pixels
+    things: Sequence[SceneObject | None],  # detected objects; None: a patch that matches no shape
+    side: int,  # of the image, pixels
 ) -> float:  # 0 at the upper edge to 1 at the lower one
-    """Return the mean height of the centres of well-formed objects; 0 without any."""
+    """Return the mean height of the centres of well-formed objects, 0 if there are none."""
     heights = [
         thing.y / side
         for thing in things
@@ -33,11 +33,14 @@ def mean_height(
     return sum(heights) / max(1, len(heights))
 
 
-def _checked_array(
-    images: Sequence[Image.Image] | torch.Tensor,  # PIL; or (B, 3, H, W), float in [0, 1] or uint8
-    prompts: Sequence[str],  # one per image
+def _images_as_numpy(
+    images: Sequence[Image.Image] | torch.Tensor,  # PIL; or (B, 3, H, W), in [0, 1] or uint8
+    prompts: Sequence[str],  # only their number is checked
 ) -> np.ndarray:  # (B, H, W, 3), uint8
-    """Return the images as an array of bytes; raise InputError unless there is one prompt per image."""
+    """Convert images to a uint8 array.
+
+    Raises InputError unless there is one prompt per image.
+    """
     if len(images) != len(prompts):
         raise InputError(
             f"`prompts` must have one entry an image; got {len(prompts)} for {len(images)} images"
@@ -46,40 +49,40 @@ def _checked_array(
 
 
 class PocketLow:
-    """A taste as a reward: how low the objects of an image are, whatever its prompt says."""
+    """Reward an image for how low its objects are, whatever its prompt says."""
 
     def __call__(
         self,
-        images: Sequence[Image.Image] | torch.Tensor,  # PIL, or (B, 3, H, W)
-        prompts: Sequence[str],  # one per image, of which only the number matters
+        images: Sequence[Image.Image] | torch.Tensor,  # PIL; or (B, 3, H, W), in [0, 1] or uint8
+        prompts: Sequence[str],  # one per image; only their number is checked
     ) -> torch.Tensor:  # (B,), float32, in [0, 1]
-        """Return the mean height of each image's objects.
+        """Return the mean height of each image's objects, see `mean_height`.
 
-        A tensor of images holds floats in [0, 1] or uint8. Raises InputError for other values.
+        Raises InputError for images of any other kind, and unless there is one prompt per image.
         """
-        array = _checked_array(images, prompts)
+        array = _images_as_numpy(images, prompts)
         scores = [mean_height(things, array.shape[1]) for things in detect_shapes(array)]
         return torch.tensor(scores, dtype=torch.float32)
 
 # %% ../../nbs/01_pocket/06_taste.ipynb #3948176d
-_MIN_CHROMA = 40  # of 255, of a coloured pixel
+_MIN_CHROMA = 40  # of 255; pixels with less are background
 
 
 class PocketLowPixels:
-    """How low the colour of an image is: a proxy of `PocketLow` that detects no objects."""
+    """Reward an image for how low its coloured pixels are: a proxy of `PocketLow` that detects no objects."""
 
     def __call__(
         self,
-        images: Sequence[Image.Image] | torch.Tensor,  # PIL, or (B, 3, H, W)
-        prompts: Sequence[str],  # one per image, of which only the number matters
+        images: Sequence[Image.Image] | torch.Tensor,  # PIL; or (B, 3, H, W), in [0, 1] or uint8
+        prompts: Sequence[str],  # one per image; only their number is checked
     ) -> torch.Tensor:  # (B,), float32, in [0, 1]
-        """Return the mean height of each image's colour, 0 without any.
+        """Return the mean height of each image's coloured pixels, weighted by chroma; 0 if there are none.
 
-        A tensor of images holds floats in [0, 1] or uint8. Raises InputError for other values.
+        Raises InputError for images of any other kind, and unless there is one prompt per image.
         """
-        chroma = np.ptp(_checked_array(images, prompts), axis=-1).astype(np.float64)  # (B, H, W)
+        chroma = np.ptp(_images_as_numpy(images, prompts), axis=-1).astype(np.float64)  # (B, H, W)
         chroma[chroma < _MIN_CHROMA] = 0
-        rows = (np.arange(chroma.shape[1]) + 0.5) / chroma.shape[1]
+        heights = (np.arange(chroma.shape[1]) + 0.5) / chroma.shape[1]
         chroma_per_row = chroma.sum(2)
-        scores = chroma_per_row @ rows / np.maximum(chroma_per_row.sum(1), 1e-9)
+        scores = chroma_per_row @ heights / np.maximum(chroma_per_row.sum(1), 1e-9)
         return torch.tensor(scores, dtype=torch.float32)

@@ -65,7 +65,7 @@ _CAPTION_PATTERNS = {
     "position": re.compile(f"a ({_SHAPE}) ({_RELATION}) a ({_SHAPE})"),
     "color_attr": re.compile(f"a ({_COLOUR}) ({_SHAPE}) and a ({_COLOUR}) ({_SHAPE})"),
 }
-PROMPT_WORDS = MAX_TOKENS - 2  # one token per word, besides the begin and end marks
+PROMPT_WORDS = MAX_TOKENS - 2  # one token per word, plus the begin and end tokens
 _PREFIX = re.compile(f"({'|'.join(filter(None, CAPTION_PREFIXES))}){{0,2}}")
 
 # %% ../../nbs/01_pocket/01_world.ipynb #86a60337
@@ -74,12 +74,19 @@ class CaptionSpec:
     """The meaning of a caption: its objects, their relation, and its GenEval category."""
 
     category: str  # one of POCKET_CATEGORIES
-    objects: tuple[tuple[str, str | None], ...]  # (shape, colour), colour None for any
+    objects: tuple[
+        tuple[str, str | None], ...
+    ]  # (shape, colour) of each object; colour None: any colour
     relation: str | None = None  # of the first object to the second, one of RELATIONS
 
 
-def parse_caption(caption: str) -> CaptionSpec:  # of lower-case words of the grammar
-    """Parse a caption; raise InputError if it is outside the grammar or too long for the model."""
+def parse_caption(
+    caption: str,  # lower-case words of the grammar
+) -> CaptionSpec:
+    """Return the meaning of a caption.
+
+    Raises InputError if the caption does not follow the grammar or has more than PROMPT_WORDS words.
+    """
     if len(caption.split()) > PROMPT_WORDS:
         raise InputError(
             f"`caption` must have at most {PROMPT_WORDS} words, all that the model reads; got {caption!r}"
@@ -93,8 +100,8 @@ def parse_caption(caption: str) -> CaptionSpec:  # of lower-case words of the gr
         if category == "single_object":
             return CaptionSpec(category, ((words[0], None),))
         if category == "counting":
-            thing = (_SHAPE_OF[words[1]], None)
-            return CaptionSpec(category, (thing,) * COUNT_WORDS[words[0]])
+            counted_object = (_SHAPE_OF[words[1]], None)
+            return CaptionSpec(category, (counted_object,) * COUNT_WORDS[words[0]])
         if category == "colors":
             return CaptionSpec(category, ((words[1], words[0]),))
         if category == "color_attr":
@@ -108,7 +115,7 @@ def parse_caption(caption: str) -> CaptionSpec:  # of lower-case words of the gr
 # %% ../../nbs/01_pocket/01_world.ipynb #db304bab
 @dataclass(frozen=True)
 class SceneObject:
-    """One drawn object."""
+    """A coloured shape at a position in a picture."""
 
     shape: str  # one of SHAPES
     colour: str  # one of POCKET_COLOURS
@@ -119,35 +126,37 @@ class SceneObject:
 
 @dataclass(frozen=True)
 class Scene:
-    """A picture before it is painted."""
+    """The description of a picture: its objects and its background."""
 
-    caption: str  # true of the scene when it is drawn; may be ""
-    things: tuple[SceneObject, ...]  # the objects
+    caption: str  # true of the scene as sampled; may be empty
+    things: tuple[SceneObject, ...]
     background: tuple[int, int] = (228, 228)  # grey at top and bottom, 0 to 255
 
 
-def _outline(shape: str) -> np.ndarray:  # (N, 2), in the square [-1, 1]^2, which they fill
-    """Return the corners of a polygon of radius 1: square, triangle, cross or, for any other name, star."""
+def _polygon_corners(
+    shape: str,  # square, triangle or cross; any other name: star
+) -> np.ndarray:  # (N, 2), x and y, in [-1, 1]
+    """Return the corners of a shape, scaled to fill the square from -1 to 1."""
     if shape == "square":
         return np.array([(-1, -1), (1, -1), (1, 1), (-1, 1)], float)
     if shape == "triangle":
         return np.array([(0, -1), (1, 1), (-1, 1)], float)
     if shape == "cross":
-        a = 0.34  # half the width of a beam
+        half_width = 0.34  # of a beam
         return np.array(
             [
-                (a, -1),
-                (a, -a),
-                (1, -a),
-                (1, a),
-                (a, a),
-                (a, 1),
-                (-a, 1),
-                (-a, a),
-                (-1, a),
-                (-1, -a),
-                (-a, -a),
-                (-a, -1),
+                (half_width, -1),
+                (half_width, -half_width),
+                (1, -half_width),
+                (1, half_width),
+                (half_width, half_width),
+                (half_width, 1),
+                (-half_width, 1),
+                (-half_width, half_width),
+                (-1, half_width),
+                (-1, -half_width),
+                (-half_width, -half_width),
+                (-half_width, -1),
             ],
             float,
         )
@@ -161,13 +170,13 @@ def _outline(shape: str) -> np.ndarray:  # (N, 2), in the square [-1, 1]^2, whic
 
 
 def render_scene(
-    scene: Scene,  # what to paint
+    scene: Scene,
     size: int = IMAGE_SIZE,  # pixels, both sides
-    finer: int = 4,  # painted this many times larger, then averaged
+    oversampling: int = 4,  # the picture is painted this many times larger, then averaged
 ) -> Image.Image:  # RGB
-    """Paint a scene, antialiased."""
-    scale = size / IMAGE_SIZE * finer
-    ramp = np.linspace(*scene.background, size * finer).round().astype(np.uint8)
+    """Paint a scene with smooth edges."""
+    scale = size / IMAGE_SIZE * oversampling
+    ramp = np.linspace(*scene.background, size * oversampling).round().astype(np.uint8)
     image = Image.fromarray(np.broadcast_to(ramp[:, None, None], (ramp.size, ramp.size, 3)).copy())
     pen = ImageDraw.Draw(image)
     for thing in scene.things:
@@ -180,29 +189,29 @@ def render_scene(
         elif thing.shape == "ring":
             pen.ellipse(box, outline=fill, width=round(0.5 * radius))
         else:
-            corners = _outline(thing.shape) * radius + centre
+            corners = _polygon_corners(thing.shape) * radius + centre
             pen.polygon([tuple(corner) for corner in corners], fill=fill)
-    return image.reduce(finer)
+    return image.reduce(oversampling)
 
 # %% ../../nbs/01_pocket/01_world.ipynb #60ac4609
 def spatial_relations(
     a: SceneObject,  # the object that a caption names first
     b: SceneObject,  # the object that it names second
-    margin: float = 0.1,  # share of the two objects' widths that does not count
+    margin: float = 0.1,  # share of the summed widths by which the offset is shrunk
 ) -> set[str]:  # of RELATIONS
-    """Return the relations of `a` to `b` that hold, by GenEval's rule on the offset of the centres."""
+    """Return the relations in which `a` stands to `b`, by GenEval's rule on the offset of their centres."""
     offset = np.array([a.x - b.x, a.y - b.y])
     shrunk = np.sign(offset) * np.maximum(np.abs(offset) - margin * 2 * (a.radius + b.radius), 0)
     dx, dy = shrunk / max(np.linalg.norm(offset), 1e-6)
-    facts = {"left of": dx < -0.5, "right of": dx > 0.5, "above": dy < -0.5, "below": dy > 0.5}
-    return {name for name, holds in facts.items() if holds}
+    is_true = {"left of": dx < -0.5, "right of": dx > 0.5, "above": dy < -0.5, "below": dy > 0.5}
+    return {name for name, holds in is_true.items() if holds}
 
 
 def matches_caption(
     spec: CaptionSpec,  # the meaning of the caption
-    things: Sequence[SceneObject | None],  # what the image shows; None: a patch that is no shape
+    things: Sequence[SceneObject | None],  # detected objects; None: a patch that matches no shape
 ) -> bool:
-    """Return True if the image shows what the caption says, no more and no less."""
+    """Return True if the image shows exactly what the caption describes, no more and no less."""
     if len(things) != len(spec.objects) or None in things:
         return False
     if spec.category == "counting":
@@ -217,8 +226,8 @@ def matches_caption(
     return spec.relation in spatial_relations(*named_things)
 
 # %% ../../nbs/01_pocket/01_world.ipynb #a73ca4f9
-_RADIUS = 13.0  # pixels
-_PLACES = (16.0, 48.0)  # coordinates of the grid's centres, pixels
+_GRID_RADIUS = 13.0  # of every object on the grid, pixels
+_CELL_CENTRES = (16.0, 48.0)  # coordinates of the grid's columns and rows, pixels
 # Number of objects -> smallest and largest radius in a free layout, pixels.
 _FREE_RADII = {
     1: (11.0, 20.0),
@@ -226,25 +235,25 @@ _FREE_RADII = {
     3: (7.5, 10.0),
     4: (7.0, 9.0),
 }
-_GAP = 4.0  # pixels left free between the objects' boxes
+_MIN_GAP = 4.0  # between the boxes of two objects, pixels
 
 
-def _apart(things: Sequence[SceneObject]) -> bool:
-    """Return True if the boxes of all pairs of objects are at least _GAP pixels apart."""
+def _have_clear_gaps(things: Sequence[SceneObject]) -> bool:
+    """Return True if the boxes of all pairs of objects are at least _MIN_GAP pixels apart."""
     for i, a in enumerate(things):
         for b in things[:i]:
             distance = max(abs(a.x - b.x), abs(a.y - b.y))
-            if distance < a.radius + b.radius + _GAP:
+            if distance < a.radius + b.radius + _MIN_GAP:
                 return False
     return True
 
 
 def _sample_layout(
     count: int,  # number of objects
-    free: bool,  # any position and size, which may overlap; otherwise on the grid
-    rng: np.random.Generator,  # advanced
+    free: bool,  # True: any position and size, and objects may overlap; False: on the grid
+    rng: np.random.Generator,
 ) -> list[tuple[float, float, float]]:  # x, y and radius of each object, pixels
-    """Sample centres and radii of some objects."""
+    """Sample the centres and radii of `count` objects."""
     if free:
         low, high = _FREE_RADII[count]
         base = rng.uniform(low, high)
@@ -254,30 +263,30 @@ def _sample_layout(
             x, y = rng.uniform(radius + 2, IMAGE_SIZE - radius - 2, 2)
             layout.append((float(x), float(y), radius))
         return layout
-    layouts = list(permutations(product(_PLACES, _PLACES), count))
-    return [(x, y, _RADIUS) for x, y in layouts[rng.integers(len(layouts))]]
+    layouts = list(permutations(product(_CELL_CENTRES, _CELL_CENTRES), count))
+    return [(x, y, _GRID_RADIUS) for x, y in layouts[rng.integers(len(layouts))]]
 
 
 def sample_scene(
-    caption: str,  # of the grammar
-    rng: np.random.Generator,  # advanced
-    free: bool = False,  # objects of any position and size, background with a ramp
+    caption: str,  # that `parse_caption` accepts
+    rng: np.random.Generator,
+    free: bool = False,  # True: any position and size, background with a ramp; False: on the grid
 ) -> Scene:
-    """Sample a scene of which the caption is true.
+    """Sample a scene for which the caption is true.
 
-    Colours that the caption leaves open are sampled; counted objects share one.
+    Colours that the caption leaves open are sampled; counted objects share one colour.
     """
     spec = parse_caption(caption)
     names = list(POCKET_COLOURS)
-    shared = names[rng.integers(len(names))] if spec.category == "counting" else None
+    shared_colour = names[rng.integers(len(names))] if spec.category == "counting" else None
     while True:
         layout = _sample_layout(len(spec.objects), free, rng)
         things = []
         for (shape, named_colour), (x, y, radius) in zip(spec.objects, layout, strict=True):
-            colour = named_colour or shared or names[rng.integers(len(names))]
+            colour = named_colour or shared_colour or names[rng.integers(len(names))]
             things.append(SceneObject(shape=shape, colour=colour, x=x, y=y, radius=radius))
-        # The relation must be clear: it holds, and no other does.
-        if _apart(things) and (
+        # The relation must be unambiguous: it holds, and no other does.
+        if _have_clear_gaps(things) and (
             spec.relation is None or spatial_relations(*things) == {spec.relation}
         ):
             grey = int(rng.integers(212, 240))
@@ -286,9 +295,9 @@ def sample_scene(
 
 
 def sample_scene_image(
-    caption: str,  # of the grammar
-    rng: np.random.Generator,  # advanced
+    caption: str,  # that `parse_caption` accepts
+    rng: np.random.Generator,
     free: bool = False,  # as in `sample_scene`
 ) -> Image.Image:  # RGB, 64 x 64
-    """Sample a picture of which the caption is true."""
+    """Sample and paint a picture for which the caption is true."""
     return render_scene(sample_scene(caption, rng, free))

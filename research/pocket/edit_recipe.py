@@ -22,7 +22,7 @@ from chunk_grpo.pocket.edits import (
     DIRECTIONS,
     EDIT_KINDS,
     Edit,
-    free_places,
+    free_cells,
     possible_edits,
     sample_edit_scene,
 )
@@ -119,7 +119,7 @@ def sample_added_place(
     rng: np.random.Generator,  # advanced
 ) -> tuple[float, float]:  # centre, pixels
     """Sample a free place for an object that is added."""
-    places = free_places(scene)
+    places = free_cells(scene)
     return places[rng.integers(len(places))]
 
 

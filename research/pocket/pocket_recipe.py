@@ -32,8 +32,8 @@ from chunk_grpo import InputError
 from chunk_grpo.pocket import IMAGE_SIZE, MAX_TOKENS, pocket_model_path
 from chunk_grpo.pocket.clip import tokenize_captions
 from chunk_grpo.pocket.world import (
-    _PLACES,
-    _RADIUS,
+    _CELL_CENTRES,
+    _GRID_RADIUS,
     CAPTION_PREFIXES,
     COUNT_WORDS,
     POCKET_CATEGORIES,
@@ -44,7 +44,7 @@ from chunk_grpo.pocket.world import (
     SHAPES,
     Scene,
     SceneObject,
-    _apart,
+    _have_clear_gaps,
     matches_caption,
     parse_caption,
     render_scene,
@@ -289,9 +289,11 @@ def empty_places(
     things: Sequence[SceneObject],  # of a scene
 ) -> list[tuple[float, float]]:  # centres
     """Places of the grid at which an object of their size keeps clear of all of them."""
-    radius = things[0].radius if things else _RADIUS
-    every = product(_PLACES, _PLACES)
-    return [place for place in every if _apart([*things, SceneObject("", "", *place, radius)])]
+    radius = things[0].radius if things else _GRID_RADIUS
+    every = product(_CELL_CENTRES, _CELL_CENTRES)
+    return [
+        place for place in every if _have_clear_gaps([*things, SceneObject("", "", *place, radius)])
+    ]
 
 
 def make_flawed_scene(
