@@ -27,7 +27,7 @@ from ..core.settings import Settings, image_size, training_sizes
 from chunk_grpo.models.inputs import (
     FAMILIES,
     build_meta_network,
-    check_own_family,
+    check_family_matches_pipeline,
     find_family,
     import_class,
     locate_model,
@@ -57,7 +57,7 @@ def read_model_config(
     index = read_model_json(folder, "model_index.json")
     networks = [read_model_json(folder, f"{part}/config.json") for part in ("transformer", "vae")]
     if family:
-        check_own_family(family, index.get("_class_name"), folder)
+        check_family_matches_pipeline(family, index.get("_class_name"), folder)
     try:
         files = ("model_index.json", "transformer/config.json", "vae/config.json")
         for file, content in zip(files, (index, *networks), strict=True):

@@ -39,7 +39,7 @@ from chunk_grpo.models.inputs import (
     find_family,
     import_class,
 )
-from .inputs import check_levels, locate_model, read_model_json
+from .inputs import check_noise_levels, locate_model, read_model_json
 from .prompt_embeds import encode_prompts, encoder_dtype, prompt_key
 
 TORCH_DTYPES = {
@@ -204,11 +204,11 @@ def scheduler_sigmas(
     # annotated as Any because diffusers' types say that `from_pretrained` returns a tuple
     scheduler_class: Any = diffusers.FlowMatchEulerDiscreteScheduler
     scheduler = scheduler_class.from_config(scheduler_config(policy))
-    # `check_levels` rejects levels that are not finite, so numpy need not warn.
+    # `check_noise_levels` rejects levels that are not finite, so numpy need not warn.
     with np.errstate(all="ignore"):
         scheduler.set_timesteps(**given)
     levels = scheduler.sigmas.cpu()
-    check_levels(levels, Path(policy.folder) / "scheduler" / "scheduler_config.json")
+    check_noise_levels(levels, Path(policy.folder) / "scheduler" / "scheduler_config.json")
     return levels
 
 # %% ../../nbs/03_models/02_policy.ipynb #b9d5f00d
