@@ -72,9 +72,7 @@ _COMPILERS = {
 # %% ../../nbs/03_models/04_trainable.ipynb #1ebb5506
 def find_lora_layers(
     net: nn.Module,  # a transformer
-    lora_targets: tuple[
-        str, ...
-    ] = (),  # names of layers, or ends of names; empty: `family_targets`
+    lora_targets: tuple[str, ...] = (),  # ends of names; empty: `family_targets`
     family_targets: tuple[str, ...] = LORA_TARGETS,  # ends of the names of layers within blocks
 ) -> list[str]:
     """Return the names of the linear layers to adapt, in the order of the network.
