@@ -35,7 +35,7 @@ def latents_to_tokens(
     latents: Tensor,  # (B, C, height, width)
     packed: int = 1,  # latent pixels per side of a token
 ) -> Tensor:  # (B, height width / packed^2, C packed^2)
-    """Turn pictures of latent pixels into tokens, row after row.
+    """Turn pictures of latent pixels into tokens, row by row.
 
     A token is one latent pixel, or a patch of `packed` x `packed` of them.
     """

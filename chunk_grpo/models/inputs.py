@@ -506,7 +506,10 @@ def check_network_weights(
     subfolder: str,  # its sub-folder, such as transformer
     network_class: type,  # the network's class
 ) -> None:
-    """Raise InputError unless the stored weights have the names and shapes that the configuration describes."""
+    """Raise InputError unless the stored weights have the names and shapes that the configuration describes.
+
+    The scaling_factor and the shift_factor of a VAE must also be numbers.
+    """
     stored = read_tensor_shapes(folder, subfolder)
     config = read_model_json(folder, f"{subfolder}/config.json")
     for name in ("scaling_factor", "shift_factor"):
@@ -1358,7 +1361,7 @@ def read_model_prompts(
 ) -> list[str]:  # of `ImagePrompt` if the model edits images
     """Read the prompts of a list, with their images if the model edits images.
 
-    Raises InputError as `read_prompt_records` does, and if a prompt has no readable image.
+    Raises InputError in the same cases as `read_prompt_records`, and if a prompt has no readable image.
     """
     records = read_prompt_records(source, field, negative_prompts=negative_prompts, sizes=sizes)
     pipeline = find_editing_pipeline(model, family)

@@ -142,7 +142,7 @@ def make_trainable(
 ) -> list[nn.Parameter]:  # the weights to optimise, float32
     """Prepare a policy for training and return its trainable weights.
 
-    Full fine-tuning copies the base weights into `policy.base_params`; LoRA adds an adapter. Raise
+    Full fine-tuning copies the base weights into `policy.base_params`; LoRA adds an adapter. Raises
     InputError if a target matches no linear layer, or none of the adapted layers gets a gradient.
     """
     net = policy.transformer
@@ -395,7 +395,7 @@ def set_attention_backend(
 ) -> None:
     """Set the attention backend of the transformer.
 
-    Raises InputError in the same cases as `check_attention_backend`.
+    torch may use cuDNN's kernel only if `name` is `_native_cudnn`. Raises InputError as `check_attention_backend` does.
     """
     # torch must never choose cuDNN by itself: github.com/pytorch/pytorch 196678
     torch.backends.cuda.enable_cudnn_sdp(name == "_native_cudnn")
