@@ -176,16 +176,16 @@ def test_qwen_rejects_a_prompt_that_it_would_have_to_cut(home, tmp_path):
 def test_a_processor_that_needs_torchvision_says_so(tmp_path, monkeypatch):
     """Qwen's processor reads videos too, with torchvision alone."""
     folder = tiny_families.build("qwen_edit", tmp_path / "model")
-    inputs.check_parts(folder)
+    inputs.check_components(folder)
     if not is_torchvision_available():
         monkeypatch.setattr(Qwen2VLProcessor, "get_attributes", tiny_families.PROCESSOR_PARTS)
         with pytest.raises(InputError, match="it needs torchvision, which is not installed"):
-            inputs.check_parts(folder)
+            inputs.check_components(folder)
     for file in (folder / "processor").glob("*"):
         file.write_text("[]")
     monkeypatch.undo()
     with pytest.raises(InputError, match="processor cannot be used"):
-        inputs.check_parts(folder)
+        inputs.check_components(folder)
 
 
 @pytest.fixture(scope="module")

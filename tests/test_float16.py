@@ -237,7 +237,7 @@ def test_prompts_and_images_do_not_pass_through_float16(folder):
 def test_a_prompt_beyond_the_range_of_float16_is_rejected():
     rows = {"prompt_embeds": torch.tensor([[7e4, 1.0]], dtype=torch.bfloat16)}
     with pytest.raises(InputError, match=r"`dtype` must be bfloat16 or float32 .*`prompt_embeds`"):
-        prompt_embeds._rows_in_float16(rows)
+        prompt_embeds._convert_to_float16(rows)
 
 
 class Block(torch.nn.Module):

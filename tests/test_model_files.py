@@ -273,7 +273,7 @@ def test_a_text_encoder_of_another_network_leaves_no_run(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", tiny_families.BUILDERS)
 def test_every_part_of_every_family_can_be_used(name, tmp_path):
-    inputs.check_parts(tiny_families.build(name, tmp_path / "model"))
+    inputs.check_components(tiny_families.build(name, tmp_path / "model"))
 
 
 @pytest.mark.parametrize(

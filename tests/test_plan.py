@@ -225,7 +225,9 @@ def counted_bytes(network: policy.ModelConfig, run_settings: settings.Settings) 
         run_settings.lora_rank,
         run_settings.lora_targets if run_settings.lora_rank else (),
     )
-    fixed, row = activations._counted_bytes(network, *given, run_settings.gradient_checkpointing)
+    fixed, row = activations._count_activation_bytes(
+        network, *given, run_settings.gradient_checkpointing
+    )
     return fixed + row * run_settings.update_batch
 
 
@@ -302,9 +304,9 @@ def test_blocks_that_are_alike_keep_alike(family, rank, checkpointing, monkeypat
         settings.load_settings().lora_targets,
         checkpointing,
     )
-    few = activations._counted_bytes.__wrapped__(*given)
+    few = activations._count_activation_bytes.__wrapped__(*given)
     monkeypatch.setattr(activations, "run_two_blocks_per_kind", run_every_block)
-    assert few == activations._counted_bytes.__wrapped__(*given)
+    assert few == activations._count_activation_bytes.__wrapped__(*given)
 
 
 @pytest.mark.parametrize("name, resolution", [("sd3", 64), ("qwen", 320)])

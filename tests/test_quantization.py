@@ -61,7 +61,9 @@ def test_packed_weights_count_as_many_as_they_stand_for():
     """bitsandbytes packs two weights into a byte and notes the shape beside."""
     packed = torch.zeros(8, dtype=torch.uint8)
     packed.quant_state = type("State", (), {"shape": (4, 4)})
-    assert trainable._count(packed) == 16 and trainable._count(torch.zeros(3, 5)) == 15
+    assert (
+        trainable._count_weights(packed) == 16 and trainable._count_weights(torch.zeros(3, 5)) == 15
+    )
 
 
 @pytest.fixture(scope="module")

@@ -51,28 +51,28 @@ _FLOAT32_OPS = (
 )
 
 
-class _GpuFormats(TorchFunctionMode):
-    """Autocast's number formats and attention that does not save its square, also on `meta`."""
+class _GpuNumberFormats(TorchFunctionMode):
+    """Imitate a GPU on any device: the number formats of autocast, and attention that does not save the matrix of all pairs."""
 
     def __init__(
         self,
         dtype: torch.dtype,  # of the forward pass
-        wide: tuple[str, ...] = _FLOAT32_OPS,  # operations in float32
+        float32_ops: tuple[str, ...] = _FLOAT32_OPS,  # names of operations that compute in float32
     ) -> None:
-        """Store the format and the operations that keep float32."""
+        """Store the format of the forward pass and the names of the operations that compute in float32."""
         super().__init__()
         self.dtype = dtype
-        self.wide = wide
+        self.float32_ops = float32_ops
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        """Call a torch function with its arguments cast, and attention by its flash kernel."""
+        """Call a torch function with its arguments cast as by autocast, and attention with its flash kernel."""
         name = getattr(func, "__name__", "")
         kwargs = kwargs or {}
         is_attention = name == "scaled_dot_product_attention"
         if self.dtype != torch.float32 and (
-            name in _FORWARD_DTYPE_OPS or is_attention or name in self.wide
+            name in _FORWARD_DTYPE_OPS or is_attention or name in self.float32_ops
         ):
-            dtype = torch.float32 if name in self.wide else self.dtype
+            dtype = torch.float32 if name in self.float32_ops else self.dtype
             args, kwargs = tree_map(
                 lambda x: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x,
                 (args, kwargs),
@@ -84,8 +84,8 @@ class _GpuFormats(TorchFunctionMode):
 
 
 @contextlib.contextmanager
-def _track_saved_tensors(policy: Policy) -> Iterator[dict[int, int]]:  # storage -> bytes
-    """Record what is saved for the backward pass within this context.
+def _track_saved_tensors(policy: Policy) -> Iterator[dict[int, int]]:  # bytes, keyed by storage
+    """Record the sizes of the tensors that are saved for the backward pass within this context.
 
     The yielded dictionary fills as the network runs. The network's own weights are left out.
     """
@@ -94,10 +94,10 @@ def _track_saved_tensors(policy: Policy) -> Iterator[dict[int, int]]:  # storage
         for p in (*policy.transformer.parameters(), *policy.transformer.buffers())
     }
     saved = {}
-    alive = []  # saved tensors, so that no other storage gets the address of one
+    alive = []  # keeps the saved tensors, so that no other storage gets the address of one of them
 
     def pack(t: Tensor) -> Tensor:
-        """Record the storage of a saved tensor."""
+        """Record the storage of a tensor that is to be saved."""
         storage = t.untyped_storage()._cdata
         if storage not in weights and storage not in saved:
             saved[storage] = t.untyped_storage().nbytes()
@@ -109,9 +109,9 @@ def _track_saved_tensors(policy: Policy) -> Iterator[dict[int, int]]:  # storage
 
 # %% ../../nbs/03_models/09_activations.ipynb #d0d45ab3
 class LiveBytesMode(TorchDispatchMode):
-    """Count the bytes of the tensors made within this context.
+    """Count the bytes of the tensors that are created within this context.
 
-    `now` are the bytes of the tensors that exist, `peak` the most so far, and `largest` those of the
+    `now` is the number of bytes of the tensors that exist, `peak` the most so far, and `largest` that of the
     largest floating-point tensor.
     """
 
@@ -122,7 +122,7 @@ class LiveBytesMode(TorchDispatchMode):
         self.known: set[int] = set()
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        """Run an operation and count the storages that it makes."""
+        """Run an operation and count the storages that it creates."""
         out = function(*args, **(kwargs or {}))
         inputs = {
             t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)
@@ -134,7 +134,7 @@ class LiveBytesMode(TorchDispatchMode):
                 self.known.add(storage._cdata)
                 self.now += storage.nbytes()
                 self.peak = max(self.peak, self.now)
-                # Integer tensors stand for the memory of a tile that is not run again.
+                # An integer tensor only stands for the memory of a tile that is not run again.
                 if tensor.is_floating_point():
                     self.largest = max(self.largest, storage.nbytes())
                 weakref.finalize(storage, self.release, storage._cdata, storage.nbytes())
@@ -145,7 +145,7 @@ class LiveBytesMode(TorchDispatchMode):
         key: int,  # identity of a storage
         size: int,  # its bytes
     ) -> None:
-        """Subtract a storage that was freed."""
+        """Subtract the bytes of a storage that was freed."""
         self.known.discard(key)
         self.now -= size
 
@@ -153,17 +153,17 @@ class LiveBytesMode(TorchDispatchMode):
 def _largest_block_bytes(
     config: ModelConfig,  # of the model's networks
     policy: Policy,  # on meta
-    formats: _GpuFormats,  # in which the forward pass computes
+    formats: _GpuNumberFormats,  # in which the forward pass computes
     rows: int,  # transitions in the batch
 ) -> int:
-    """Return the most bytes that a block takes while it runs forward and backward by itself.
+    """Return the peak bytes of the block that needs most while it runs forward and backward by itself.
 
-    Gradients of weights are not counted, since they stay; the block's input is not counted either.
+    Gradients of weights are not counted, since they remain after the block; the block's input is not counted either.
     """
-    inputs = {}  # block and its arguments, by kind of block; the last of its kind
+    inputs = {}  # kind of block -> the last block of this kind, and its arguments
 
     def record(block, args, kwargs):
-        """Remember what a block was called with."""
+        """Store a block and the arguments that it is called with."""
         inputs[str(block)] = block, (args, kwargs)
 
     blocks = find_blocks(policy.transformer).values()
@@ -189,7 +189,7 @@ def _largest_block_bytes(
 
 
 @functools.cache
-def _counted_bytes(
+def _count_activation_bytes(
     config: ModelConfig,  # of the model's networks
     resolution: int | tuple[int, int],  # side length or (height, width), pixels
     max_tokens: int,  # of a prompt
@@ -198,7 +198,10 @@ def _counted_bytes(
     targets: tuple[str, ...],  # layers with an adapter; empty: those of the family
     checkpointing: bool,  # gradient checkpointing
 ) -> tuple[int, int]:  # fixed bytes, bytes per row
-    """Count the fixed and the per-row bytes that a forward pass saves for its backward pass."""
+    """Count the fixed and the per-row bytes that a forward pass saves for its backward pass.
+
+    With gradient checkpointing they include what the largest block takes while it runs forward and backward.
+    """
     policy = meta_policy(
         config=config,
         resolution=resolution,
@@ -207,12 +210,12 @@ def _counted_bytes(
         rank=rank,
         targets=targets,
     )
-    formats = _GpuFormats(policy.dtype)
+    formats = _GpuNumberFormats(policy.dtype)
 
     def count_bytes(rows: int) -> int:
-        """Return the bytes of so many rows that exist at once."""
-        # First, as checkpointing would call the blocks through a function of its own.
-        block = _largest_block_bytes(config, policy, formats, rows) if checkpointing else 0
+        """Return the bytes that exist at once with this number of rows."""
+        # Before checkpointing is enabled, which would call the blocks through a function of its own.
+        block_peak = _largest_block_bytes(config, policy, formats, rows) if checkpointing else 0
         if checkpointing:
             policy.transformer.enable_gradient_checkpointing()
         with formats, _track_saved_tensors(policy) as storages:
@@ -223,7 +226,7 @@ def _counted_bytes(
                 meta_forward(config, policy, rows)
         if checkpointing:
             policy.transformer.disable_gradient_checkpointing()
-        return sum(storages.values()) + sum(skipped) + block
+        return sum(storages.values()) + sum(skipped) + block_peak
 
     one_row, two_rows = count_bytes(1), count_bytes(2)
     return 2 * one_row - two_rows, two_rows - one_row
@@ -236,7 +239,7 @@ def activation_bytes(
 ) -> int:
     """Return the bytes that an update's forward pass saves for its backward pass."""
     targets = tuple(settings.lora_targets) if settings.lora_rank else ()
-    fixed, row = _counted_bytes(
+    fixed, row = _count_activation_bytes(
         config=config,
         resolution=largest_training_size(settings),
         max_tokens=settings.max_tokens,
@@ -269,7 +272,7 @@ def _run_once_per_shape(run: Callable) -> Callable:
 
     Later calls allocate its peak memory, free it, and return tensors of the same shapes.
     """
-    runs = {}  # peak bytes and makers of the outputs, by shape of the input
+    runs = {}  # shape of the input -> peak bytes, and functions that make the outputs
 
     def run_or_imitate(x: Tensor, *args, **kwargs):
         """Run the function, or take as much memory as it did and return empty outputs."""
@@ -298,7 +301,7 @@ def _decode_bytes(
 ) -> tuple[int, int]:
     """Count the bytes of decoding a batch, without the weights.
 
-    Return the most that all tensors take at once, and the bytes of the largest tensor alone.
+    Returns the most that all tensors take at once, and the bytes of the largest tensor alone.
     """
     policy = meta_policy(config, resolution, 16, dtype)
     live = LiveBytesMode()
@@ -309,7 +312,7 @@ def _decode_bytes(
         policy.vae.decoder.forward = _run_once_per_shape(policy.vae.decoder.forward)  # a tile
     latents = torch.empty(images, *policy.noise(torch.Generator()).shape, device="meta")
     # Decoding runs without autocast: of the GPU's formats only its attention matters.
-    with torch.device("meta"), _GpuFormats(torch.float32), live:
+    with torch.device("meta"), _GpuNumberFormats(torch.float32), live:
         policy.decode(latents)
     return live.peak, live.largest
 
@@ -330,7 +333,7 @@ def images_decoded_at_once(
 ) -> int:
     """Return how many of the images the VAE decodes in one batch.
 
-    The limit is that torch's convolutions take 2^31 numbers at most.
+    There is a limit because torch's convolutions take at most 2^31 numbers.
     """
     return min(images, _decode_limit(config, resolution))
 

@@ -27,7 +27,7 @@ from ..core.settings import Settings, image_size, training_sizes
 from chunk_grpo.models.inputs import (
     FAMILIES,
     build_meta_network,
-    check_own_family,
+    check_family_matches_pipeline,
     find_family,
     import_class,
     locate_model,
@@ -38,7 +38,7 @@ from ..pocket import POCKET_MODELS
 
 # %% ../../nbs/03_models/08_cost.ipynb #640c9516
 def known_model_configs() -> dict[str, ModelConfig]:
-    """Return the configurations of published models of all families, by hub id."""
+    """Return the configurations of the published models of all families, keyed by hub id."""
     return {
         model: config
         for name in FAMILIES
@@ -47,17 +47,17 @@ def known_model_configs() -> dict[str, ModelConfig]:
 
 
 def read_model_config(
-    folder: Path,  # a pipeline's
+    folder: Path,  # a pipeline's folder
     family: str = "",  # a class of your own, as file.py:Class; empty: the folder's pipeline decides
 ) -> ModelConfig | None:  # None if the family is unknown
     """Read the configurations in a pipeline's folder, without its weights.
 
-    Raise InputError if they cannot be read.
+    Raises InputError if they cannot be read.
     """
     index = read_model_json(folder, "model_index.json")
     networks = [read_model_json(folder, f"{part}/config.json") for part in ("transformer", "vae")]
     if family:
-        check_own_family(family, index.get("_class_name"), folder)
+        check_family_matches_pipeline(family, index.get("_class_name"), folder)
     try:
         files = ("model_index.json", "transformer/config.json", "vae/config.json")
         for file, content in zip(files, (index, *networks), strict=True):
@@ -85,7 +85,7 @@ def find_model_config(
 ) -> ModelConfig | None:  # None for a hub id whose sizes are not known
     """Return the configurations of a model by its name.
 
-    Raise InputError for a folder that cannot be read.
+    Raises InputError for a folder that cannot be read.
     """
     if model in POCKET_MODELS or Path(model).is_dir():
         return read_model_config(locate_model(model), family)
@@ -100,10 +100,10 @@ def meta_policy(
     resolution: int | tuple[int, int],  # side length or (height, width), pixels
     max_tokens: int,  # of a prompt
     dtype: str = "float32",  # of the forward pass
-    rank: int | None = None,  # of trained adapters; 0: all weights are trained; None: nothing
+    rank: int | None = None,  # of the trained adapter; 0: all weights are trained; None: none are
     targets: tuple[str, ...] = (),  # layers with an adapter; empty: those of the family
 ) -> Policy:
-    """Build the family's policy with networks that have shapes and no memory."""
+    """Build a model's policy with networks that have shapes but no memory."""
     family = find_family(config.pipeline)
     policy = family.__new__(family)
     policy.max_tokens = max_tokens
@@ -136,7 +136,7 @@ def meta_forward(
 ) -> Tensor:  # (rows, S, C) on meta
     """Run one forward pass through the family's `predict`, with prompts of full length.
 
-    Raise InputError if the configuration describes a network that cannot make a step.
+    Raises InputError if the configuration describes a network that cannot make a step.
     """
     net = policy.transformer.config
     tokens, channels = policy.noise(torch.Generator()).shape
@@ -185,16 +185,16 @@ def check_forward(
             meta_forward(config, meta_policy(config, size, settings.max_tokens, settings.dtype))
 
 
-def _blocks(net: nn.Module) -> list[nn.Module]:
-    """Return the transformer's blocks: the members of its lists of modules."""
+def _module_list_members(net: nn.Module) -> list[nn.Module]:
+    """Return the transformer's blocks, which are the members of its module lists."""
     return [block for part in net.children() if isinstance(part, nn.ModuleList) for block in part]
 
 # %% ../../nbs/03_models/08_cost.ipynb #e4dec84e
 @functools.cache
 def model_sizes(config: ModelConfig) -> dict[str, int]:
-    """Return the sizes of a model.
+    """Return the numbers of parameters of a model and the widths of its prompt embeddings, keyed by name.
 
-    `transformer`, `vae` and `block` (the transformer's largest) are numbers of parameters. `token`
+    `transformer`, `vae` and `block` (the transformer's largest block) are numbers of parameters. `token`
     and `pooled` are the widths of a prompt token's state and of the pooled state.
     """
     policy = meta_policy(config, 64, 16)
@@ -203,7 +203,8 @@ def model_sizes(config: ModelConfig) -> dict[str, int]:
         "transformer": policy.transformer.num_parameters(),
         "vae": policy.vae.num_parameters(),
         "block": max(
-            sum(p.numel() for p in block.parameters()) for block in _blocks(policy.transformer)
+            sum(p.numel() for p in block.parameters())
+            for block in _module_list_members(policy.transformer)
         ),
         "token": net.get("joint_attention_dim") or net.get("cap_feat_dim"),
         "pooled": net.get("pooled_projection_dim") or 0,
@@ -218,7 +219,7 @@ def count_trained_parameters(
 ) -> int:
     """Count the parameters that are trained.
 
-    Raise InputError if no layer has a target's name.
+    Raises InputError if a target matches no linear layer.
     """
     if not rank and not find_family(config.pipeline).layers_without_gradient:
         return model_sizes(config)["transformer"]
@@ -235,16 +236,16 @@ def latent_numel(
 
 
 def largest_training_size(settings: Settings) -> int | tuple[int, int]:
-    """Return the size of training with the most pixels, which decides about memory."""
+    """Return the training size with the most pixels, which determines the memory that is needed."""
     return max(training_sizes(settings), key=lambda size: math.prod(image_size(size)))
 
 
 @functools.cache
 def _source_image_numel(
     config: ModelConfig,  # of a model that edits images
-    resolution: int,  # pixels per side
+    resolution: int | tuple[int, int],  # side length or (height, width), pixels
 ) -> int:
-    """Return how many numbers a prompt's image adds to its embeddings: latents, and token states."""
+    """Return how many numbers a prompt's image adds to the prompt's embeddings: its latents and its token states."""
     policy = meta_policy(config, resolution, 16)
     states = policy.image_text_tokens * model_sizes(config)["token"]
     return policy.noise(torch.Generator()).numel() + states
@@ -253,7 +254,8 @@ def _source_image_numel(
 def prompt_embeds_bytes(config: ModelConfig, settings: Settings) -> int:
     """Return the bytes of one prompt's embeddings on disk.
 
-    They are token states, any pooled state, and for a model that edits images what the image adds.
+    The embeddings are the token states, the pooled state if there is one, and for a model that edits images what the
+    image adds.
     """
     sizes = model_sizes(config)
     tokens = settings.max_tokens + config.extra_tokens
@@ -268,24 +270,27 @@ def run_two_blocks_per_kind(
     net: nn.Module,  # a transformer on meta
     total: Callable[[], int],  # returns the amount counted so far: operations or bytes
 ) -> Iterator[tuple[list[int], list[int]]]:
-    """Within this context, run only two of all blocks of one kind with inputs of the same shapes.
+    """Make the transformer run only two blocks of each kind within this context, and skip the others.
 
-    Yield two lists, which fill as the network runs: the amounts of the blocks that were skipped,
-    and those of the blocks that ran, as differences of `total()`.
+    Blocks are of the same kind if they have the same layers and trained weights, and inputs of the same shapes. Yields
+    two lists, which fill as the network runs: the amounts of the blocks that were skipped, and those of the blocks
+    that ran, as differences of `total()`.
     """
-    runs = defaultdict(list)  # (amount, output) of the blocks that ran, by kind and shapes
+    runs = defaultdict(
+        list
+    )  # kind and shapes of the inputs -> (amount, output) of each block that ran
     skipped = []
     measured = []
 
-    def forward(run: Callable, build: str, *args, **kwargs):
-        """Run a block, or repeat the amount and output of the second block like it."""
+    def forward(original_forward: Callable, kind: str, *args, **kwargs):
+        """Run a block, or repeat the amount and output of the second block of its kind."""
         shapes = tree_map(
             lambda x: (x.shape, x.dtype) if isinstance(x, Tensor) else x, (args, kwargs)
         )
-        same_kind = runs[build, str(shapes)]
+        same_kind = runs[kind, str(shapes)]
         if len(same_kind) < 2:
             before = total()
-            output = run(*args, **kwargs)
+            output = original_forward(*args, **kwargs)
             amount = total() - before
             same_kind.append((amount, output))
             measured.append(amount)
@@ -295,13 +300,13 @@ def run_two_blocks_per_kind(
         # Clone, so that the next block gets an input of its own.
         return tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, output)
 
-    for block in _blocks(net):
-        build = f"{block} {[p.requires_grad for p in block.parameters()]}"
-        block.forward = functools.partial(forward, block.forward, build)
+    for block in _module_list_members(net):
+        kind = f"{block} {[p.requires_grad for p in block.parameters()]}"
+        block.forward = functools.partial(forward, block.forward, kind)
     try:
         yield skipped, measured
     finally:
-        for block in _blocks(net):
+        for block in _module_list_members(net):
             del block.forward
 
 
@@ -311,7 +316,7 @@ def forward_flops(
     resolution: int | tuple[int, int],  # side length or (height, width), pixels
     max_tokens: int,  # of a prompt
 ) -> int:
-    """Count the floating-point operations of one forward pass of one image."""
+    """Count the floating-point operations of one forward pass for one image."""
     policy = meta_policy(config, resolution, max_tokens)
     with FlopCounterMode(display=False) as counter:
         with run_two_blocks_per_kind(policy.transformer, counter.get_total_flops) as (skipped, _):
@@ -321,9 +326,9 @@ def forward_flops(
 
 def mean_forward_flops(
     config: ModelConfig,  # of the model's networks
-    sizes: Sequence[int | tuple[int, int]],  # with equal chances
+    sizes: Sequence[int | tuple[int, int]],  # of images, all equally likely
     max_tokens: int,  # of a prompt
 ) -> float:
-    """Return the mean operations of a forward pass over the sizes of images."""
+    """Return the mean number of operations of a forward pass over the sizes of images."""
     flops = [forward_flops(config, size, max_tokens) for size in sizes]
     return flops[0] if len(flops) == 1 else sum(flops) / len(flops)

@@ -35,7 +35,7 @@ def latents_to_tokens(
     latents: Tensor,  # (B, C, height, width)
     packed: int = 1,  # latent pixels per side of a token
 ) -> Tensor:  # (B, height width / packed^2, C packed^2)
-    """Turn pictures of latent pixels into tokens, row after row.
+    """Turn pictures of latent pixels into tokens, row by row.
 
     A token is one latent pixel, or a patch of `packed` x `packed` of them.
     """
@@ -64,7 +64,7 @@ _FLUX_VAE = json.dumps(
         "use_post_quant_conv": False,
     }
 )
-# the feed-forward layers of diffusers' usual blocks, by the ends of their names
+# ends of the names of the feed-forward layers in the usual blocks of diffusers
 _FEED_FORWARD = (
     "ff.net.0.proj",
     "ff.net.2",
@@ -94,7 +94,7 @@ class FluxPolicy(Policy):
     ) -> Self:
         """Set the resolution and the positions of the tokens, and return the policy.
 
-        Raise InputError if the latents cannot be packed.
+        Raises InputError if the latents cannot be packed.
         """
         super().set_resolution(resolution)
         make_ids = diffusers.FluxPipeline._prepare_latent_image_ids
@@ -114,9 +114,9 @@ class FluxPolicy(Policy):
         return {"prompt_embeds": embeds, "pooled_prompt_embeds": pooled}
 
     def noise(self, generator: torch.Generator) -> Tensor:  # (S, C) float32 on the CPU
-        """Draw the latents of one image at sigma 1.
+        """Sample the latents of one image at sigma 1.
 
-        They are drawn on the CPU, so that they are the same on every device and in the pipeline.
+        They are sampled on the CPU, so that they are the same on every device and in the pipeline.
         """
         channels = self.transformer.config.in_channels // self.packed**2
         shape = (1, channels, self.latent_height, self.latent_width)
@@ -189,9 +189,9 @@ class SD3Policy(Policy):
 
     @classmethod
     def extra_tokens(cls, folder: Path) -> int:
-        """Return the number of CLIP's tokens, which stand before T5's.
+        """Return the number of CLIP's tokens, which come before T5's.
 
-        Raise OSError, KeyError or ValueError if the folder's tokenizer does not hold the number.
+        Raises OSError, KeyError or ValueError if the configuration of the tokenizer does not contain it.
         """
         config = json.loads((folder / "tokenizer" / "tokenizer_config.json").read_text())
         return config["model_max_length"]
@@ -202,7 +202,7 @@ class SD3Policy(Policy):
     ) -> Self:
         """Set the resolution and return the policy.
 
-        Raise InputError if the latents cannot be packed, or the transformer has too few positions.
+        Raises InputError if the latents cannot be packed, or the transformer has too few positions.
         """
         self.patch = self.transformer.config.patch_size
         largest = self.transformer.config.pos_embed_max_size * self.patch * self.vae_scale_factor
@@ -233,7 +233,7 @@ class SD3Policy(Policy):
         sigma: Tensor,  # (B,)
         rows: dict[str, Tensor],  # conditioning, one row per latent
     ) -> Tensor:  # (B, S, C)
-        """Predict the velocity in one forward pass; the transformer gets sigma as a time from 0 to 1000."""
+        """Run the transformer once, with sigma as a time from 0 to 1000, and return the velocity."""
         texts = {
             "encoder_hidden_states": rows["prompt_embeds"],
             "pooled_projections": rows["pooled_prompt_embeds"],
@@ -247,9 +247,9 @@ def _pad_prompt_embeds(
     states: Sequence[Tensor],  # (L_p, D) per prompt, P of them
     length: int,  # tokens of every padded prompt
 ) -> dict[str, Tensor]:
-    """Cut or zero-pad prompts of different lengths to one length, and mark their own tokens.
+    """Truncate or zero-pad the states of prompts to one length, and mask the padding.
 
-    Return `prompt_embeds` (P, length, D) and `prompt_embeds_mask` (P, length), True for tokens of
+    Returns `prompt_embeds` (P, length, D) and `prompt_embeds_mask` (P, length), which is True for tokens of
     the prompt.
     """
     states = [s[:length] for s in states]
@@ -321,7 +321,7 @@ class QwenImagePolicy(Policy):
         "txt_mlp.net.0.proj",
         "txt_mlp.net.2",
     )
-    # The path of the text through the last block
+    # the path of the text through the last block, whose output nothing uses
     layers_without_gradient = (
         "attn.to_add_out",
         "txt_mlp",
@@ -337,7 +337,7 @@ class QwenImagePolicy(Policy):
 
     @property
     def image_shapes(self) -> list[tuple[int, int, int]]:
-        """Return frames, rows and columns of each picture in the sequence of an image's tokens."""
+        """Return (frames, rows, columns), in tokens, of each picture in the token sequence: here only the generated image."""
         return [(1, self.latent_height // 2, self.latent_width // 2)]
 
     def sigmas(self, steps: int) -> Tensor:  # (steps + 1,)
@@ -347,12 +347,12 @@ class QwenImagePolicy(Policy):
 
     def apply_guidance(
         self,
-        with_prompt: Tensor,  # (B, S, C), velocity with the prompt
-        without: Tensor,  # (B, S, C), velocity with the negative prompt
+        prompt_velocity: Tensor,  # (B, S, C), velocity with the prompt
+        negative_velocity: Tensor,  # (B, S, C), velocity with the negative prompt
     ) -> Tensor:  # (B, S, C)
-        """Return the guided velocity, with the length of `with_prompt` in every token."""
-        guided = super().apply_guidance(with_prompt, without)
-        scale = with_prompt.norm(dim=-1, keepdim=True) / guided.norm(dim=-1, keepdim=True)
+        """Return the guided velocity, rescaled in every token to the length of `prompt_velocity`."""
+        guided = super().apply_guidance(prompt_velocity, negative_velocity)
+        scale = prompt_velocity.norm(dim=-1, keepdim=True) / guided.norm(dim=-1, keepdim=True)
         return guided * scale
 
     def embed(
@@ -375,7 +375,7 @@ class QwenImagePolicy(Policy):
     ) -> Tensor:  # (B, S, C)
         """Run the transformer once and return the velocity.
 
-        Padding beyond the longest prompt of the batch is left out.
+        Padding beyond the longest prompt in the batch is left out.
         """
         longest = int(rows["prompt_embeds_mask"].sum(1).max())
         states = rows["prompt_embeds"][:, :longest]
@@ -453,7 +453,7 @@ class Flux2KleinPolicy(Policy):
     ) -> Self:
         """Set the resolution and the positions of the tokens, and return the policy.
 
-        Raise InputError if the latents cannot be packed.
+        Raises InputError if the latents cannot be packed.
         """
         super().set_resolution(resolution)
         pipeline = diffusers.Flux2KleinPipeline
@@ -481,12 +481,12 @@ class Flux2KleinPolicy(Policy):
         pipe: "diffusers.Flux2KleinPipeline",  # with its text encoder loaded
         prompts: list[str],  # P of them
     ) -> dict[str, Tensor]:  # prompt_embeds (P, max_tokens, 3 D)
-        """Encode prompts into the states of three layers of the language model, side by side."""
+        """Encode prompts into the concatenated states of three layers of the language model."""
         embeds = pipe.encode_prompt(prompts, max_sequence_length=self.max_tokens)[0]
         return {"prompt_embeds": embeds}
 
     def noise(self, generator: torch.Generator) -> Tensor:  # (S, C) float32 on the CPU
-        """Draw the latents of one image at sigma 1."""
+        """Sample the latents of one image at sigma 1."""
         channels = self.transformer.config.in_channels
         shape = (1, channels, self.latent_height // 2, self.latent_width // 2)
         return latents_to_tokens(torch.randn(shape, generator=generator))[0]

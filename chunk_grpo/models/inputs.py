@@ -4,15 +4,15 @@
 
 # %% auto #0
 __all__ = ['OTHER_FILES', 'MODEL_FOLDERS', 'FAMILIES', 'SCHEDULER', 'locate_model', 'hash_model_files', 'read_tensor_shapes',
-           'read_model_json', 'check_levels', 'check_scheduler', 'check_own_family', 'check_pipeline_folder',
-           'import_class', 'find_family', 'build_meta_network', 'check_network_weights', 'unknown_words', 'check_parts',
-           'split_prompt_column', 'is_prompt_list', 'find_column', 'read_prompt_records', 'read_prompts',
-           'read_prompts_with_records', 'hash_records', 'ImagePrompt', 'open_source_image', 'find_editing_pipeline',
-           'read_model_prompts', 'read_run_prompts', 'may_have_sizes', 'read_prompt_sizes',
-           'read_run_prompts_with_records', 'prompt_content', 'read_negative_prompts', 'run_negative_prompts',
-           'describe_prompts', 'write_prompts', 'sample_prompt_indices', 'space_positions_evenly',
-           'check_sizes_of_family', 'content_hashes', 'absolute_inputs', 'hash_prompts', 'model_stamp', 'input_records',
-           'find_changed_input']
+           'read_model_json', 'check_noise_levels', 'check_scheduler', 'check_family_matches_pipeline',
+           'check_pipeline_folder', 'import_class', 'find_family', 'build_meta_network', 'check_network_weights',
+           'unknown_words', 'check_components', 'split_prompt_column', 'is_prompt_list', 'find_prompt_column',
+           'read_prompt_records', 'read_prompts', 'read_prompts_with_records', 'hash_records', 'ImagePrompt',
+           'open_source_image', 'find_editing_pipeline', 'read_model_prompts', 'read_run_prompts', 'may_have_sizes',
+           'read_prompt_sizes', 'read_run_prompts_with_records', 'prompt_content', 'read_negative_prompts',
+           'run_negative_prompts', 'describe_prompts', 'write_prompts', 'sample_prompt_indices',
+           'space_positions_evenly', 'check_sizes_of_family', 'content_hashes', 'absolute_inputs', 'hash_prompts',
+           'model_stamp', 'input_records', 'find_changed_input']
 
 # %% ../../nbs/03_models/00_inputs.ipynb #05005ec1
 import contextlib
@@ -50,7 +50,7 @@ from chunk_grpo.core.settings import (
 from ..core.validation import format_value, parse_yaml, read_yaml_file
 from ..pocket import EDIT_FILES, POCKET_MODELS, PROMPT_FILES, pocket_model_path
 
-# files from which a pipeline is loaded
+# patterns of the files from which a pipeline is loaded
 _MODEL_FILES = [
     "model_index.json",
     "*/*.json",
@@ -58,7 +58,7 @@ _MODEL_FILES = [
     "tokenizer*/*",
     "processor/*",
 ]
-# files that hold the same weights once more
+# patterns of files with copies of the same weights, which are not downloaded
 OTHER_FILES = [
     "text_encoders/*",
     "*.fp16.*",
@@ -84,15 +84,15 @@ MODEL_FOLDERS = (
 def locate_model(
     model: str,  # one of POCKET_MODELS, a folder that diffusers saved, or a hub id
 ) -> Path:
-    """Return the folder of a model, with its model_index.json; download it if it is a hub id.
+    """Return the folder of a model, after downloading the model if it is named by a hub id.
 
-    Raise InputError if there is no such model.
+    Raises InputError if there is no such model.
     """
     if model in POCKET_MODELS:
         return Path(pocket_model_path(model))
     if Path(model).is_dir():
         return Path(model)
-    if model.startswith("pocket/"):  # a typing error, not a hub id
+    if model.startswith("pocket/"):  # a typo, not a hub id
         raise InputError(
             f"model: {model!r} is not a base of the pocket model; allowed are {', '.join(POCKET_MODELS)}, a "
             "folder, or a hub id."
@@ -115,9 +115,9 @@ def hash_model_files(
     folder: Path,  # a pipeline's folder
     parts: tuple[str, ...],  # its sub-folders to hash
 ) -> str:  # hex
-    """Return the sha256 of all files in the sub-folders, names included.
+    """Return one sha256 of the names and contents of all files in the sub-folders.
 
-    Caches and run folders identify a model by it.
+    Caches and run folders identify a model by this hash.
     """
     digest = hashlib.sha256()
     files = [f for part in parts for f in (Path(folder) / part).rglob("*") if f.is_file()]
@@ -129,22 +129,22 @@ def hash_model_files(
 # %% ../../nbs/03_models/00_inputs.ipynb #bcb7d6bd
 def read_tensor_shapes(
     folder: Path,  # a pipeline's folder
-    part: str,  # its sub-folder, such as transformer
-) -> dict[str, tuple[int, ...]]:  # by name of the tensor
-    """Read the shapes of the tensors in a sub-folder, without the tensors.
+    subfolder: str,  # its sub-folder, such as transformer
+) -> dict[str, tuple[int, ...]]:  # keyed by the name of the tensor
+    """Read the shapes of the tensors in a sub-folder, without reading the tensors themselves.
 
-    Raise InputError that names the missing or damaged file.
+    Raises InputError with the name of the missing or damaged file.
     """
     from safetensors import SafetensorError, safe_open  # imports torch
 
-    files = sorted((Path(folder) / part).glob("*.safetensors"))
+    files = sorted((Path(folder) / subfolder).glob("*.safetensors"))
     shapes = {}
     if not files:
-        raise InputError(f"model: {folder} holds no weights (*.safetensors) under {part}/.")
+        raise InputError(f"model: {folder} holds no weights (*.safetensors) under {subfolder}/.")
 
     # A download that was cut off leaves some shards; the index names all of them.
     for name in ("diffusion_pytorch_model", "model"):
-        index = f"{part}/{name}.safetensors.index.json"
+        index = f"{subfolder}/{name}.safetensors.index.json"
         if (Path(folder) / index).is_file():
             weight_map = read_model_json(folder, index).get("weight_map")
             if not isinstance(weight_map, dict) or not all(
@@ -171,7 +171,7 @@ def read_tensor_shapes(
     return shapes
 
 # %% ../../nbs/03_models/00_inputs.ipynb #27f65255
-# pipeline class of diffusers -> the policy for it
+# pipeline class of diffusers -> policy class in chunk_grpo
 FAMILIES = {
     "FluxPipeline": "models.families.FluxPolicy",
     "StableDiffusion3Pipeline": "models.families.SD3Policy",
@@ -185,11 +185,11 @@ FAMILIES = {
 
 def read_model_json(
     folder: Path,  # a pipeline's folder
-    name: str,  # of a file in it, such as vae/config.json
+    name: str,  # of the file within the folder, such as vae/config.json
 ) -> dict:
-    """Read a JSON file of a model.
+    """Read a JSON file from a model's folder.
 
-    Raise InputError if it is missing, damaged, or describes quantized weights.
+    Raises InputError if it is missing or damaged, or if it describes quantized weights.
     """
     if not (Path(folder) / name).is_file():
         raise InputError(
@@ -213,7 +213,7 @@ def read_model_json(
     return content
 
 # %% ../../nbs/03_models/00_inputs.ipynb #sched1code
-# the class of diffusers whose steps are those of `sample_ode`
+# the scheduler class of diffusers that takes the same steps as `sample_ode`
 SCHEDULER = "FlowMatchEulerDiscreteScheduler"
 _SIGMA_SPACINGS = ("use_karras_sigmas", "use_exponential_sigmas", "use_beta_sigmas")
 _SCHEDULER_FLAGS = (
@@ -238,9 +238,9 @@ _SCHEDULER_NUMBERS = (
 
 def _check_scheduler_options(
     config: dict,  # content of scheduler_config.json
-    file: str,  # its path, for the error's sentence
+    file: str,  # path of that file, for the error message
 ) -> None:
-    """Raise InputError if an option has a wrong type, or does more than place the noise levels."""
+    """Raise InputError if a scheduler option has a wrong type, or changes more than the noise levels."""
     # Types and ranges.
     for name in _SCHEDULER_FLAGS:
         if type(config.get(name, False)) is not bool:
@@ -288,11 +288,11 @@ def _check_scheduler_options(
         )
 
 
-def check_levels(
+def check_noise_levels(
     levels: Any,  # (T + 1,), noise levels of a scheduler
-    file: Any,  # path of its configuration, for the error's sentence
+    file: Any,  # path of its configuration, for the error message
 ) -> None:
-    """Raise InputError unless noise levels fall from at most 1 to exactly 0."""
+    """Raise InputError unless the noise levels fall from at most 1 to exactly 0."""
     is_falling = (levels[1:] < levels[:-1]).all()  # false for NaN
     if not (is_falling and levels[0] <= 1 + 1e-6 and levels[-1] == 0):
         count = len(levels) - 1
@@ -311,8 +311,8 @@ def check_scheduler(
 ) -> None:
     """Raise InputError unless the scheduler takes Euler steps along falling noise levels.
 
-    No weights are read. The levels are computed at both ends of a dynamic shift, since the size of
-    the images is not known here.
+    No weights are read. With a dynamic shift the levels are computed at both ends of its range, because
+    the size of the images is not known yet.
     """
     file = Path(folder) / "scheduler" / "scheduler_config.json"
     config = read_model_json(folder, "scheduler/scheduler_config.json")
@@ -342,10 +342,10 @@ def check_scheduler(
             if config.get("base_image_seq_len", 256) == config.get("max_image_seq_len", 4096):
                 raise ValueError("base_image_seq_len and max_image_seq_len are the same")
         for mu in ends:
-            # `check_levels` rejects levels that are not finite, so numpy need not warn.
+            # `check_noise_levels` rejects levels that are not finite, so numpy need not warn.
             with np.errstate(all="ignore"):
                 scheduler.set_timesteps(sigmas=torch.linspace(1, 1 / steps, steps).tolist(), mu=mu)
-            check_levels(scheduler.sigmas, file)
+            check_noise_levels(scheduler.sigmas, file)
     except InputError:
         raise
     except Exception as error:  # diffusers raises exceptions of many types
@@ -357,12 +357,12 @@ def check_scheduler(
         ) from None
 
 # %% ../../nbs/03_models/00_inputs.ipynb #f6e37c79
-def check_own_family(
+def check_family_matches_pipeline(
     family: str,  # a class of your own, as file.py:Class
-    class_name: Any,  # of the pipeline, as model_index.json has it
-    folder: Path,  # the pipeline's
+    class_name: Any,  # the pipeline's class according to model_index.json
+    folder: Path,  # the pipeline's folder, for the error message
 ) -> None:
-    """Raise InputError if a family is not for the pipeline in a folder."""
+    """Raise InputError unless the family was written for this pipeline class."""
     pipeline = find_family(family).pipeline.rpartition(".")[2]
     if class_name != pipeline:
         raise InputError(
@@ -374,15 +374,15 @@ def check_own_family(
 def check_pipeline_folder(
     folder: Path,  # a pipeline's folder
     family: str = "",  # a class of your own, as file.py:Class; empty: the folder's pipeline decides
-) -> str:  # for `find_family`: the pipeline's class, e.g. "FluxPipeline", or `family`
-    """Check that a pipeline's folder is complete, without loading it, and return the name of its family.
+) -> str:  # `family` if it is set, else the pipeline's class, such as "FluxPipeline"
+    """Check that a pipeline's folder is complete, without loading it, and return the name to pass to `find_family`.
 
-    Raise InputError that names the missing or damaged file, or the unknown class.
+    Raises InputError with the name of the missing or damaged file, or of the unknown class.
     """
     index = read_model_json(folder, "model_index.json")
     class_name = index.get("_class_name")
     if family:
-        check_own_family(family, class_name, folder)
+        check_family_matches_pipeline(family, class_name, folder)
     elif not isinstance(class_name, str) or class_name not in FAMILIES:
         if isinstance(class_name, str):
             description = f" is a {class_name:.80}"
@@ -393,37 +393,41 @@ def check_pipeline_folder(
             "`family` a class of your own."
         )
 
-    # An entry of the index is [library, class], with null for a part that the model lacks.
-    named = [
-        part for part, entry in index.items() if isinstance(entry, list) and entry[1:] and entry[1]
+    # An entry of the index is [library, class], with null for a component that the model lacks.
+    components = [
+        component
+        for component, entry in index.items()
+        if isinstance(entry, list) and entry[1:] and entry[1]
     ]
-    for part in dict.fromkeys(["transformer", "vae", "scheduler", *named]):
-        if part == "scheduler":
+    for component in dict.fromkeys(["transformer", "vae", "scheduler", *components]):
+        if component == "scheduler":
             check_scheduler(folder)
-        elif part.startswith("tokenizer"):
-            _check_vocabulary(folder, part)
-        elif part in ("transformer", "vae") or part.startswith("text_encoder"):
-            read_model_json(folder, f"{part}/config.json")
-            read_tensor_shapes(folder, part)
+        elif component.startswith("tokenizer"):
+            _check_vocabulary(folder, component)
+        elif component in ("transformer", "vae") or component.startswith("text_encoder"):
+            read_model_json(folder, f"{component}/config.json")
+            read_tensor_shapes(folder, component)
     return family or class_name
 
 
 def _check_vocabulary(
     folder: Path,  # a pipeline's folder
-    part: str,  # its sub-folder, such as tokenizer_2
+    subfolder: str,  # its sub-folder, such as tokenizer_2
 ) -> None:
-    """Raise InputError if a tokenizer's sub-folder holds no vocabulary that is not empty."""
+    """Raise InputError unless a tokenizer's sub-folder holds a vocabulary file that is not empty."""
     vocabularies = ("tokenizer.json", "vocab.json", "vocab.txt", "*.model")
-    files = [file for pattern in vocabularies for file in (Path(folder) / part).glob(pattern)]
+    files = [file for pattern in vocabularies for file in (Path(folder) / subfolder).glob(pattern)]
     if not any(file.stat().st_size for file in files):
         raise InputError(
-            f"model: {folder} holds no vocabulary under {part}/; one of {', '.join(vocabularies)} "
+            f"model: {folder} holds no vocabulary under {subfolder}/; one of {', '.join(vocabularies)} "
             "is needed."
         )
 
 # %% ../../nbs/03_models/00_inputs.ipynb #44185fa4
-def import_class(path: str) -> type:  # "FluxPipeline" of diffusers, or "package.module.Class"
-    """Import a class by its name."""
+def import_class(
+    path: str,
+) -> type:  # such as "FluxPipeline", a class of diffusers, or "package.module.Class"
+    """Import a class by its name and return it."""
     module, _, name = path.rpartition(".")
     return getattr(importlib.import_module(module or "diffusers"), name)
 
@@ -431,12 +435,15 @@ def import_class(path: str) -> type:  # "FluxPipeline" of diffusers, or "package
 @functools.lru_cache(maxsize=8)
 def _import_family(
     name: str,  # as file.py:Class or package.module:Class
-    sha256: str,  # of the file, so that a changed file is imported again; "" for a module
+    sha256: str,  # of the file, so that the cache misses if the file has changed; "" for a module
 ) -> type:
-    """Import a family from outside this package; raise InputError if it is no complete family."""
+    """Import the class of a family from outside this package.
+
+    Raises InputError unless it is a subclass of `Policy` with everything that a family must define.
+    """
     from chunk_grpo.core.imports import import_callable
 
-    # By name, as the families above: their pages come after this one.
+    # Imported by name, like the families above, because their pages come after this one.
     policy_class = import_class("chunk_grpo.models.policy.Policy")
     family = import_callable(name, "family")
     if not (isinstance(family, type) and issubclass(family, policy_class)):
@@ -444,7 +451,9 @@ def _import_family(
             f"`family` must be a subclass of chunk_grpo.models.policy.Policy; got {name}"
         )
     needed = ("pipeline", "network_classes", "embed", "noise", "predict", "decode")
-    if family.encode is not policy_class.encode:  # it has no text encoders of diffusers
+    if (
+        family.encode is not policy_class.encode
+    ):  # it encodes prompts itself, without text encoders of diffusers
         needed = tuple(part for part in needed if part != "embed")
     for part in needed:
         if not hasattr(family, part):
@@ -457,7 +466,10 @@ def _import_family(
 def find_family(
     name: str,  # a key of FAMILIES, or a class of your own, as file.py:Class
 ) -> type:
-    """Return the subclass of `policy.Policy` of that name; raise InputError if it cannot be imported."""
+    """Return the class of a family, a subclass of `policy.Policy`, by its name.
+
+    Raises InputError if it cannot be imported.
+    """
     if name in FAMILIES:
         return import_class(f"chunk_grpo.{FAMILIES[name]}")
     file = Path(name.rpartition(":")[0])
@@ -466,45 +478,48 @@ def find_family(
 
 # %% ../../nbs/03_models/00_inputs.ipynb #168bbaf9
 def build_meta_network(
-    kind: Any,  # class of diffusers, or a function of the configuration that makes a network
+    builder: Any,  # class of diffusers, or a function that makes a network from the configuration
     config: dict,  # the network's configuration
-    file: str,  # its path, for the error's sentence
-    what: str = "network",  # what the configuration describes, for the error's sentence
+    file: str,  # path of the configuration, for the error message
+    description: str = "network",  # description the configuration describes, for the error message
 ) -> Any:
-    """Build a network that has shapes and no memory.
+    """Build a network that has shapes but no memory, on torch's meta device.
 
-    Raise InputError if the configuration describes none.
+    Raises InputError if the configuration does not describe a network.
     """
     import torch
 
     try:
         # torch warns of weights without elements, which are rejected below.
         with torch.device("meta"), warnings.catch_warnings(action="ignore"):
-            network = getattr(kind, "from_config", kind)(config)
+            network = getattr(builder, "from_config", builder)(config)
         if not all(x.numel() for x in network.parameters()):
             raise ValueError("it has a weight without elements")
         return network
     except Exception as error:  # diffusers and transformers raise exceptions of many types
         reason = " ".join(str(error).split())[:200] or type(error).__name__
-        raise InputError(f"model: {file} does not describe a {what} ({reason}).") from None
+        raise InputError(f"model: {file} does not describe a {description} ({reason}).") from None
 
 
 def check_network_weights(
     folder: Path,  # a pipeline's folder
-    part: str,  # its sub-folder, such as transformer
-    kind: type,  # the network's class
+    subfolder: str,  # its sub-folder, such as transformer
+    network_class: type,  # the network's class
 ) -> None:
-    """Raise InputError if configuration and weights of a network do not belong together."""
-    stored = read_tensor_shapes(folder, part)
-    config = read_model_json(folder, f"{part}/config.json")
+    """Raise InputError unless the stored weights have the names and shapes that the configuration describes.
+
+    The scaling_factor and the shift_factor of a VAE must also be numbers.
+    """
+    stored = read_tensor_shapes(folder, subfolder)
+    config = read_model_json(folder, f"{subfolder}/config.json")
     for name in ("scaling_factor", "shift_factor"):
         is_number = type(config.get(name, 0)) in (int, float)
-        # A VAE without a shift has null there.
+        # A VAE without a shift has null as shift_factor.
         if not is_number and (name, config[name]) != ("shift_factor", None):
             raise InputError(
-                f"model: {folder}/{part}/config.json must have a number as {name}; got {config[name]!r}."
+                f"model: {folder}/{subfolder}/config.json must have a number as {name}; got {config[name]!r}."
             )
-    network = build_meta_network(kind, config, f"{folder}/{part}/config.json")
+    network = build_meta_network(network_class, config, f"{folder}/{subfolder}/config.json")
     built = {name: tuple(x.shape) for name, x in network.state_dict().items()}
     wrong = sorted(
         name for name in built.keys() | stored.keys() if built.get(name) != stored.get(name)
@@ -514,40 +529,42 @@ def check_network_weights(
         by_config = list(built[first]) if first in built else "missing"
         by_weights = list(stored[first]) if first in stored else "missing"
         raise InputError(
-            f"model: {folder}/{part} has a config.json and weights of different networks: {first} is "
+            f"model: {folder}/{subfolder} has a config.json and weights of different networks: {first} is "
             f"{by_config} in config.json and {by_weights} in the weights; {len(wrong) - 1} more weights differ."
         )
 
 # %% ../../nbs/03_models/00_inputs.ipynb #70cce202
 def _load_tokenizer(
     folder: Path,  # a pipeline's folder
-    part: str,  # its sub-folder, such as tokenizer_2
+    subfolder: str,  # its sub-folder, such as tokenizer_2
 ) -> Any:
-    """Load a tokenizer, of the class that the pipeline names.
+    """Load a tokenizer with the class that the pipeline names, and check that it works.
 
-    Raise InputError if it is damaged or does not fit its text encoder.
+    Raises InputError if it is damaged or does not fit its text encoder.
     """
     import transformers  # takes seconds
 
     # Tokenizing a prompt shows whether the files can be used.
     try:
-        class_name = read_model_json(folder, "model_index.json")[part][1]
-        tokenizer = getattr(transformers, class_name).from_pretrained(Path(folder) / part)
+        class_name = read_model_json(folder, "model_index.json")[subfolder][1]
+        tokenizer = getattr(transformers, class_name).from_pretrained(Path(folder) / subfolder)
         tokens = tokenizer(["a red star"], padding="max_length", max_length=8, truncation=True)
         ids = tokens["input_ids"][0]
     except Exception as error:  # the tokenizers library raises exceptions of type Exception
         reason = str(error).strip().split("\n")[0][:120]
         raise InputError(
-            f"model: the tokenizer in {folder}/{part} cannot be used "
+            f"model: the tokenizer in {folder}/{subfolder} cannot be used "
             f"({reason or type(error).__name__})."
         ) from None
 
     # The text encoder must have an embedding for each token.
-    encoder = read_model_json(folder, f"{part.replace('tokenizer', 'text_encoder')}/config.json")
+    encoder = read_model_json(
+        folder, f"{subfolder.replace('tokenizer', 'text_encoder')}/config.json"
+    )
     size = encoder.get("vocab_size")
     if len(ids) != 8 or (isinstance(size, int) and not 0 <= min(ids) <= max(ids) < size):
         raise InputError(
-            f"model: the tokenizer in {folder}/{part} gives tokens that the text encoder, of {size}, does "
+            f"model: the tokenizer in {folder}/{subfolder} gives tokens that the text encoder, of {size}, does "
             "not have."
         )
 
@@ -559,7 +576,7 @@ def _load_tokenizer(
     if not (isinstance(length, int) and 1 <= length <= longest):
         limit = f" to {longest}" if longest < math.inf else ""
         raise InputError(
-            f"model: the tokenizer in {folder}/{part} must have a `model_max_length` that is a whole "
+            f"model: the tokenizer in {folder}/{subfolder} must have a `model_max_length` that is a whole "
             f"number from 1{limit}; got {length!r}."
         )
     return tokenizer
@@ -567,11 +584,11 @@ def _load_tokenizer(
 
 def unknown_words(
     folder: Path,  # a pipeline's folder
-    prompts: list[str],  # with words between blanks
+    prompts: list[str],  # words separated by blanks
 ) -> list[str]:
-    """Return the words that the model's tokenizer does not know, each once.
+    """Return the words in the prompts that the model's tokenizer does not know, each once.
 
-    The model sees the same token in place of each of them.
+    The tokenizer replaces all of them with the same token.
     """
     tokenizer = _load_tokenizer(folder, "tokenizer")
     words = dict.fromkeys(word for prompt in prompts for word in prompt.split())
@@ -582,74 +599,79 @@ def unknown_words(
     ]
 
 # %% ../../nbs/03_models/00_inputs.ipynb #27062431
-def _load_processor(
+def _check_processor(
     folder: Path,  # a pipeline's folder
-    part: str,  # its sub-folder
-    class_name: str,  # in transformers
+    subfolder: str,  # its sub-folder
+    class_name: str,  # of the processor, in transformers
 ) -> None:
-    """Load the processor that prepares images for a language model.
+    """Raise InputError unless the processor that prepares images for a language model can be loaded.
 
-    Raise InputError if it is damaged, or needs a package that is not installed.
+    It cannot be loaded if it is damaged, or needs a package that is not installed.
     """
     import transformers  # takes seconds
 
     try:
-        getattr(transformers, class_name).from_pretrained(Path(folder) / part)
+        getattr(transformers, class_name).from_pretrained(Path(folder) / subfolder)
     except Exception as error:  # transformers raises exceptions of many types
         reason = " ".join(str(error).split())[:120] or type(error).__name__
         hint = ""
         if importlib.util.find_spec("torchvision") is None:
             hint = "; it needs torchvision, which is not installed: pip install torchvision"
         raise InputError(
-            f"model: the processor in {folder}/{part} cannot be used ({reason}){hint}."
+            f"model: the processor in {folder}/{subfolder} cannot be used ({reason}){hint}."
         ) from None
 
 
-def check_parts(
+def check_components(
     folder: Path,  # a pipeline's folder
     family: str = "",  # as for `check_pipeline_folder`
 ) -> None:
-    """Raise InputError if the pipeline lacks a part, or a part does not fit its configuration."""
+    """Raise InputError unless the pipeline has all its components and each fits its configuration."""
     import transformers  # takes seconds
 
     index = read_model_json(folder, "model_index.json")
-    named = [
-        part
-        for part, entry in index.items()
+    components = [
+        component
+        for component, entry in index.items()
         if isinstance(entry, list) and len(entry) == 2 and all(entry)
     ]
 
-    # The pipeline's class needs every part that has no default in its signature.
+    # The pipeline's class needs every component that has no default in its signature.
     policy_class = find_family(family or index["_class_name"])
     signature = inspect.signature(import_class(policy_class.pipeline))
     needed = sorted(p.name for p in signature.parameters.values() if p.default is p.empty)
-    if missing := [part for part in needed if part not in named]:
+    if missing := [component for component in needed if component not in components]:
         raise InputError(
             f"model: {folder}/model_index.json must name {', '.join(needed)}; "
             f"{missing[0]} is missing."
         )
 
-    for part in sorted(named):  # encoders before their tokenizers
-        if part.startswith("tokenizer"):
-            _load_tokenizer(folder, part)
-        elif part == "processor":
-            _load_processor(folder, part, index[part][1])
-        elif part.startswith("text_encoder"):
+    for component in sorted(components):  # encoders before their tokenizers
+        if component.startswith("tokenizer"):
+            _load_tokenizer(folder, component)
+        elif component == "processor":
+            _check_processor(folder, component, index[component][1])
+        elif component.startswith("text_encoder"):
 
-            def make(config: dict, name: str = index[part][1]) -> Any:
+            def build_text_encoder(config: dict, name: str = index[component][1]) -> Any:
                 """Build the text encoder that a configuration describes."""
                 encoder_class = getattr(transformers, name)
                 return encoder_class(encoder_class.config_class.from_dict(config))
 
-            file = f"{part}/config.json"
+            file = f"{component}/config.json"
             build_meta_network(
-                make, read_model_json(folder, file), f"{folder}/{file}", "text encoder"
+                build_text_encoder,
+                read_model_json(folder, file),
+                f"{folder}/{file}",
+                "text encoder",
             )
-    for part, class_name in zip(("transformer", "vae"), policy_class.network_classes, strict=True):
-        check_network_weights(folder, part, import_class(class_name))
+    for component, class_name in zip(
+        ("transformer", "vae"), policy_class.network_classes, strict=True
+    ):
+        check_network_weights(folder, component, import_class(class_name))
 
 # %% ../../nbs/03_models/00_inputs.ipynb #f3989984
-# ending of a file -> what it must hold, for error sentences
+# extension of a file -> what the file must contain, for error messages
 _PROMPT_FILES = {
     ".txt": "one prompt a line, UTF-8",
     ".jsonl": 'a JSON object with a field "prompt" a line',
@@ -662,17 +684,20 @@ _PROMPT_FILES = {
     ".yaml": "a YAML list of texts, or of mappings with a field prompt",
     ".yml": "a YAML list of texts, or of mappings with a field prompt",
 }
-_DATASET_FILES = ("dataset_info.json", "dataset_dict.json")  # in a folder of the datasets library
+_DATASET_FILES = (
+    "dataset_info.json",
+    "dataset_dict.json",
+)  # one of them is in every folder that the datasets library saved
 _LONGEST_PROMPT = 10_000  # characters, far above what a text encoder reads
 _PROMPT_COLUMNS = ("prompt", "prompts")  # in lower case; case does not matter
 
 
 def split_prompt_column(
     source: str,  # path or name of a list, with or without a column
-) -> tuple[str, str]:  # path or name of the list; column, empty for the usual one
+) -> tuple[str, str]:  # path or name of the list; column, "" for the usual one
     """Split `file.tsv:Column` into file and column.
 
-    The name of a shipped list, and a file whose own name has a colon, stay whole.
+    The name of a shipped list, and a file whose own name contains a colon, are not split.
     """
     path, colon, column = source.rpartition(":")
     has_column = (
@@ -687,7 +712,7 @@ def split_prompt_column(
 def is_prompt_list(
     path: str | Path,  # without a column
 ) -> bool:
-    """Return True for a file, or for a folder that `save_to_disk` of the datasets library made."""
+    """Return True if the path is a file, or a folder that `save_to_disk` of the datasets library wrote."""
     return os.path.isfile(path) or any(
         os.path.isfile(os.path.join(path, name)) for name in _DATASET_FILES
     )
@@ -696,15 +721,18 @@ def is_prompt_list(
 def _read_table(
     text: str,  # content of the file
     delimiter: str,  # a comma or a tab
-) -> list[tuple[str, dict[str, str]]]:  # line of each row, such as "line 2"; its fields by column
-    """Read a table; the first entry is the header, with the place "header" and empty fields.
+) -> list[
+    tuple[str, dict[str, str]]
+]:  # per row: its place, such as "line 2", and its fields, keyed by column
+    """Split the text of a table into its header and rows.
 
-    Raise ValueError that names the line of a row without exactly one field per column.
+    The first entry is the header, with the place "header" and empty fields; an empty table has no entries.
+    Raises ValueError with the line of a row that does not have exactly one field per column.
     """
     lines = text.split("\n")
     rows = []
     header = next((line for line in lines if line.strip()), "")
-    # In a table with tabs quotes enclose fields, as in CSV, only if they do so in the header.
+    # In a table with tabs, quotes enclose fields as in CSV only if they do so in the header.
     if delimiter == "," or re.fullmatch(r'"[^"]*"(\t"[^"]*")*', header):
         reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
         start = 1
@@ -719,7 +747,7 @@ def _read_table(
             ) from None
     else:
         rows = [
-            (number, [_unquote(field) for field in line.split(delimiter)])
+            (number, [_undo_csv_quoting(field) for field in line.split(delimiter)])
             for number, line in enumerate(lines, 1)
         ]
     rows = [(number, fields) for number, fields in rows if any(field.strip() for field in fields)]
@@ -743,20 +771,21 @@ def _read_table(
     return table
 
 
-def _unquote(field: str) -> str:
-    """Remove the quotes around a field that a program has quoted.
+def _undo_csv_quoting(field: str) -> str:
+    """Undo the CSV quoting of a field, if it is quoted.
 
-    Such a field is recognised by the quotes within it, which are all doubled.
+    A field counts as quoted if it stands in quotes and all quotes within it are doubled. Any other field is
+    returned unchanged.
     """
     is_quoted = re.fullmatch(r'"((?:[^"]|"")*)"', field) and '""' in field[1:-1]
     return field[1:-1].replace('""', '"') if is_quoted else field
 
 # %% ../../nbs/03_models/00_inputs.ipynb #1e74d025
 def _read_json_lines(text: str) -> list[tuple[str, Any]]:
-    """Read a JSON value from each line that is not blank.
+    """Parse each line that is not blank as a JSON value.
 
-    Return pairs of a place, such as "line 2", and a value. Raise ValueError that names a line
-    without JSON.
+    Returns pairs of a place, such as "line 2", and a value. Raises ValueError with the first line that is
+    not JSON.
     """
     values = []
     # not `splitlines`, which also splits at U+2028, a character that JSON allows in a text
@@ -770,10 +799,10 @@ def _read_json_lines(text: str) -> list[tuple[str, Any]]:
     return values
 
 
-def _read_list(content: Any) -> list[tuple[str, Any]]:
+def _number_entries(content: Any) -> list[tuple[str, Any]]:
     """Return the entries of a list, each with its place, such as "entry 2".
 
-    Raise ValueError if the content is no list.
+    Raises ValueError if the content is not a list.
     """
     if not isinstance(content, list):
         raise ValueError(f"it must hold a list; it holds a {type(content).__name__}")
@@ -781,9 +810,9 @@ def _read_list(content: Any) -> list[tuple[str, Any]]:
 
 
 def _read_lines(text: str) -> list[tuple[str, Any]]:
-    """Read one prompt per line, or JSON if the lines are JSON.
+    """Split the text of a .txt file into prompts, one per line, or into records if the text is JSON.
 
-    Return pairs of a place, such as "line 2", and a prompt or record. Raise ValueError if the lines
+    Returns pairs of a place, such as "line 2", and a prompt or record. Raises ValueError if the lines
     look like a table or a YAML list.
     """
     lines = [
@@ -793,7 +822,7 @@ def _read_lines(text: str) -> list[tuple[str, Any]]:
     ]
     first = lines[0][1] if lines else ""
 
-    # JSON: an object per line, or one list. A prompt, too, may begin with a bracket.
+    # JSON: one object per line, or one list. A plain prompt may begin with a bracket too.
     if first.startswith(("{", "[")):
         content = None
         with contextlib.suppress(ValueError, RecursionError):
@@ -805,9 +834,9 @@ def _read_lines(text: str) -> list[tuple[str, Any]]:
         if isinstance(content, dict) or (
             content and all(isinstance(entry, (str, dict)) for entry in content)
         ):
-            return _read_list(content)
+            return _number_entries(content)
 
-    # A table or a YAML list under the wrong ending would be read as prompts.
+    # With the wrong file extension, the lines of a table or a YAML list would be taken for prompts.
     names = [name.strip().strip('"').lower() for name in re.split(r"[\t,;]", first)]
     if any(name in _PROMPT_COLUMNS for name in names) and all(
         re.fullmatch(r"\w*", name) for name in names
@@ -830,8 +859,8 @@ def _read_lines(text: str) -> list[tuple[str, Any]]:
 _INSTALL_DATASETS = "pip install 'chunk-grpo[datasets]'"
 
 
-def _table_records(table: Any) -> list[tuple[str, Any]]:  # table: of pyarrow
-    """Return header and rows of a table, as `_read_table` does, without columns that hold bytes, such as images."""
+def _table_records(table: Any) -> list[tuple[str, Any]]:  # table: a pyarrow.Table
+    """Return the header and rows of a table, in the form of `_read_table`, without columns of bytes such as images."""
     names = [column.name for column in table.schema if "binary" not in str(column.type)]
     rows = table.select(names).to_pylist()
     header: list[tuple[str, Any]] = [("header", dict.fromkeys(names, ""))]
@@ -839,10 +868,13 @@ def _table_records(table: Any) -> list[tuple[str, Any]]:  # table: of pyarrow
 
 
 def _read_arrow(
-    data: bytes,  # content of a file
-    kind: str,  # .parquet or .arrow
+    data: bytes,  # content of the file
+    kind: str,  # its extension, .parquet or .arrow
 ) -> list[tuple[str, Any]]:  # as `_table_records` returns them
-    """Read the rows of a Parquet or Arrow file; raise ValueError without pyarrow, or if it cannot read the file."""
+    """Read the header and rows of a Parquet or Arrow file.
+
+    Raises ValueError if pyarrow is not installed or cannot read the file.
+    """
     try:
         from pyarrow import (  # pyright: ignore[reportMissingImports]
             ArrowInvalid,
@@ -862,7 +894,10 @@ def _read_arrow(
 
 
 def _read_dataset_folder(path: Path) -> list[tuple[str, Any]]:  # as `_table_records` returns them
-    """Read the rows of a folder that `save_to_disk` made; raise ValueError without the datasets library."""
+    """Read the header and rows of a folder that `save_to_disk` wrote.
+
+    Raises ValueError if the datasets library is not installed, or the folder holds several splits.
+    """
     try:
         import datasets  # pyright: ignore[reportMissingImports]
     except ImportError:
@@ -874,8 +909,8 @@ def _read_dataset_folder(path: Path) -> list[tuple[str, Any]]:  # as `_table_rec
     return _table_records(content.with_format("arrow")[:])
 
 # %% ../../nbs/03_models/00_inputs.ipynb #673902ce
-# fields of records that request more than a prompt, in lower case and without punctuation
-_DRAWING_FIELDS = frozenset(
+# fields of records that ask for a certain way of sampling, in lower case and without punctuation
+_SAMPLING_FIELDS = frozenset(
     "negativeprompts negative negprompt uncondprompt negativeprompt2 prompt2 prompt3 width "
     "height size imagesize resolution aspectratio seed seeds noiseseed guidance guidancescale cfg "
     "cfgscale truecfg truecfgscale steps step numsteps nsteps inferencesteps numinferencesteps "
@@ -886,16 +921,16 @@ _DRAWING_FIELDS = frozenset(
 
 _NEGATIVE_FIELD = "negativeprompt"  # in lower case and without punctuation
 _SIZE_FIELDS = ("resolution", "height", "width")
-_COMPARISON_FIELD = "human_preference"  # of HPDv2, one record per pair of images
+_COMPARISON_FIELD = "human_preference"  # marks HPDv2's records, one per pair of images
 
 
-def find_column(
-    names: Iterable[str],  # of all columns
+def find_prompt_column(
+    names: Iterable[str],  # all columns
     column: str = "",  # name to look for, case ignored; empty: Prompt or Prompts
 ) -> str:
-    """Return the one name that matches.
+    """Return the name of the column that holds the prompts.
 
-    Raise ValueError if none does, or more than one.
+    Raises ValueError if no column matches, or more than one.
     """
     names = [str(name) for name in names]
     if column in names:
@@ -911,9 +946,9 @@ def find_column(
 
 
 def _describe_download(name: str) -> str:  # name: of a missing list of prompts, such as hpdv2-train
-    """Return a sentence with the command that downloads the published list of this name.
+    """Return a sentence that tells how to download a missing list of prompts.
 
-    For a name of no published list, it says which command shows all of them.
+    For a published list it contains the command; for any other name it refers to `chunk-grpo doctor`.
     """
     lists = read_yaml_file(Path(chunk_grpo.__file__).parent / "cli" / "needs.yaml")["prompts"]
     for published, how in lists.items():
@@ -923,29 +958,29 @@ def _describe_download(name: str) -> str:  # name: of a missing list of prompts,
     return f"`chunk-grpo doctor` shows the commands that download {', '.join(lists)}."
 
 
-def _shipped_list(
+def _find_shipped_list(
     name: str,  # of a list, such as "pocket:train"
 ) -> Path | None:
-    """Return the file of a list that the package ships, or None if it ships none of this name."""
+    """Return the file of a list that ships with the package, or None if there is none of this name."""
     return (PROMPT_FILES | EDIT_FILES).get(name.removeprefix("pocket:"))
 
 
 def read_prompt_records(
     source: str,  # a file of one of the _PROMPT_FILES, also as FILE:COLUMN, or "pocket:train"
-    field: str = "prompts",  # the setting's name, for the error's sentence
+    field: str = "prompts",  # the setting's name, for the error message
     negative_prompts: bool = True,  # allow records with a negative prompt
     sizes: bool = False,  # allow records with a size of their images
-    # per prompt its place, such as "line 2"; the prompt; the text or mapping that holds it
+    # per prompt: its place, such as "line 2"; the prompt; the text or mapping that contains it
 ) -> list[tuple[str, str, Any]]:
     """Read a list of prompts, each with its place in the file and the whole record.
 
-    Of HPDv2's comparisons, one record per prompt is returned. Raise InputError if the list is
-    missing, empty or unreadable, or a record requests more than a prompt.
+    For HPDv2's comparisons, only the first record of each prompt is returned. Raises InputError if the list is
+    missing, empty or unreadable, or if a record asks for its own way of sampling.
     """
     name, column = split_prompt_column(source)
     path = Path(name)
     if name.startswith("pocket:"):
-        path = _shipped_list(name) or path
+        path = _find_shipped_list(name) or path
     if not is_prompt_list(path):
         shipped = ", ".join(f"pocket:{key}" for key in (*PROMPT_FILES, *EDIT_FILES))
         names = f"{shipped}, or a file: {', '.join(_PROMPT_FILES)}"
@@ -953,7 +988,7 @@ def read_prompt_records(
             f"{field}: {source!r:.200} is not a file; allowed are {names}. {_describe_download(path.stem)}"
         )
 
-    # Take the file apart, and the prompt out of each record.
+    # Split the file into records, and extract the prompt of each record.
     kind = path.suffix.lower()
     try:
         if path.is_dir():
@@ -961,11 +996,15 @@ def read_prompt_records(
         else:
             records = _parse_records(path.read_bytes(), kind)
         if records and records[0][0] == "header":
-            find_column(records.pop(0)[1], column)
+            find_prompt_column(records.pop(0)[1], column)
         prompts = [
             (place, _extract_prompt(place, record, column), record) for place, record in records
         ]
-    except (OSError, ValueError, RecursionError) as error:  # no JSON, and no YAML: ValueErrors
+    except (
+        OSError,
+        ValueError,
+        RecursionError,
+    ) as error:  # invalid JSON and YAML raise ValueErrors
         wanted = _PROMPT_FILES.get(kind, _PROMPT_FILES[".txt"])
         if path.is_dir():
             wanted = "a folder that `save_to_disk` of the datasets library made"
@@ -986,7 +1025,7 @@ def read_prompt_records(
                 f"{_LONGEST_PROMPT} are allowed."
             )
         if isinstance(record, dict) and not column:
-            _check_drawing_fields(
+            _check_sampling_fields(
                 f"{field}: {place} of {source}",
                 record,
                 path,
@@ -1004,12 +1043,12 @@ def read_prompt_records(
 
 
 def _parse_records(
-    data: bytes,  # content of a file
-    kind: str,  # the file's ending; an unknown one is read as .txt
-) -> list[tuple[str, Any]]:  # per record its place, such as "line 2", and its value
-    """Split a file into records.
+    data: bytes,  # content of the file
+    kind: str,  # the file's extension; an unknown one is read as .txt
+) -> list[tuple[str, Any]]:  # per record: its place, such as "line 2", and its value
+    """Split the content of a file into records.
 
-    Raise ValueError if it does not have the form that its ending, or its content, suggests.
+    Raises ValueError if it does not have the format that its extension or its first line suggests.
     """
     if kind in (".parquet", ".arrow"):
         return _read_arrow(data, kind)
@@ -1024,30 +1063,30 @@ def _parse_records(
     if kind in (".jsonl", ".ndjson"):
         return _read_json_lines(text)
     if kind == ".json":
-        return _read_list(json.loads(text))
+        return _number_entries(json.loads(text))
     if kind in (".yaml", ".yml"):
-        return _read_list(parse_yaml(text, "it"))
+        return _number_entries(parse_yaml(text, "it"))
     return _read_lines(text)
 
 
 def _extract_prompt(
-    where: str,  # place of the record, such as "line 2"
+    place: str,  # place of the record, such as "line 2"
     record: Any,  # a text or a mapping
     column: str,  # name of the prompt's field; empty: the usual one
 ) -> str:
     """Return the prompt of a record, without surrounding blanks.
 
-    Raise ValueError if the record has none, or the prompt is no text.
+    Raises ValueError if the record has no prompt, or its prompt is not a text.
     """
     if isinstance(record, dict):
         try:
-            record = record[find_column(record, column)]
+            record = record[find_prompt_column(record, column)]
         except ValueError as error:
-            raise ValueError(f"{where}: {error}") from None
+            raise ValueError(f"{place}: {error}") from None
     elif column:
-        raise ValueError(f"{where} must be a record with a column {column}")
+        raise ValueError(f"{place} must be a record with a column {column}")
     if not isinstance(record, str):
-        raise ValueError(f"{where} must be a text; it is {format_value(record)}")
+        raise ValueError(f"{place} must be a text; it is {format_value(record)}")
     record.encode()  # raises for half of a surrogate pair, which JSON can hold
     return record.strip()
 
@@ -1058,45 +1097,48 @@ def _normalize_field(name: object) -> str:
 
 
 def _is_blank(value: Any) -> bool:  # value: of a record's field
-    """Return True for nothing, and for an empty text, list or mapping."""
+    """Return True for None, a blank text, and an empty list or mapping, which may also be written as text."""
     return value is None or (isinstance(value, (str, list, dict)) and not str(value).strip(" []{}"))
 
 
 def _size_of_record(
-    place: str,  # setting, line and file, for the error's sentence
-    record: Mapping,  # with a prompt and more
+    place: str,  # setting, line and file, for the error message
+    record: Mapping,  # the prompt and its other fields
 ) -> tuple[int, int] | None:  # height and width in pixels; None: the record names no size
-    """Return the size of the images that a record asks for; raise InputError if it is no size."""
-    given = {}
+    """Return the size that a record names for its images.
+
+    Raises InputError if the value is not a size.
+    """
+    size_fields = {}
     for name, value in record.items():
         if _normalize_field(name) in _SIZE_FIELDS and not _is_blank(value):
-            given[_normalize_field(name)] = value
-    if not given:
+            size_fields[_normalize_field(name)] = value
+    if not size_fields:
         return None
-    if "resolution" in given:
-        sides = given["resolution"]
+    if "resolution" in size_fields:
+        sides = size_fields["resolution"]
     else:
-        sides = [given.get("height"), given.get("width")]
+        sides = [size_fields.get("height"), size_fields.get("width")]
     sides = list(sides) if isinstance(sides, (list, tuple)) else [sides, sides]
-    # A table with commas holds texts.
+    # In a CSV table every value is a text.
     sides = [int(x) if isinstance(x, str) and x.strip().isdecimal() else x for x in sides]
     is_size = len(sides) == 2 and all(type(side) is int and side > 0 for side in sides)
-    if not is_size or "resolution" in given and len(given) > 1:
+    if not is_size or "resolution" in size_fields and len(size_fields) > 1:
         raise InputError(
             f"{place} must name the size of its images by a `resolution`, a side length or [height, width], or by a "
-            f"`height` and a `width`; got {format_value(given)}"
+            f"`height` and a `width`; got {format_value(size_fields)}"
         )
     return sides[0], sides[1]
 
 
-def _check_drawing_fields(
-    place: str,  # setting, line and file, for the error's sentence
-    record: dict,  # with a prompt and more
-    path: Path,  # of the file
+def _check_sampling_fields(
+    place: str,  # setting, line and file, for the error message
+    record: dict,  # the prompt and its other fields
+    path: Path,  # of the list's file
     negative_prompts: bool,  # allow a negative prompt
     sizes: bool,  # allow a size of the images
 ) -> None:
-    """Raise InputError if a record requests that its prompt be sampled in another way."""
+    """Raise InputError if a record asks for its own way of sampling, such as a seed."""
     if sizes:
         _size_of_record(place, record)
     for name, value in record.items():
@@ -1114,21 +1156,21 @@ def _check_drawing_fields(
                     f"{place} holds a {name} of {len(str(value))} characters; allowed are {_LONGEST_PROMPT}."
                 )
             continue
-        if normalized in (*_DRAWING_FIELDS, _NEGATIVE_FIELD) and not is_blank:
+        if normalized in (*_SAMPLING_FIELDS, _NEGATIVE_FIELD) and not is_blank:
             raise InputError(
                 f"{place} sets {name} to {str(value)[:40]!r}, but a run samples all prompts alike; remove it, or write "
-                f"{path}:{find_column(record)} to read that column alone."
+                f"{path}:{find_prompt_column(record)} to read that column alone."
             )
 
 
 def read_prompts(
     source: str,  # a file, FILE:COLUMN, or a shipped list such as "pocket:train"
-    field: str = "prompts",  # the setting's name, for an error
+    field: str = "prompts",  # the setting's name, for error messages
     negative_prompts: bool = True,  # allow records with a negative prompt
 ) -> list[str]:
-    """Read the prompts of a list, in its order.
+    """Read the prompts of a list, in the order of the list.
 
-    Raise InputError as `read_prompt_records` does.
+    Raises InputError in the same cases as `read_prompt_records`.
     """
     records = read_prompt_records(source, field, negative_prompts=negative_prompts)
     return [prompt for _, prompt, _ in records]
@@ -1136,14 +1178,14 @@ def read_prompts(
 
 def read_prompts_with_records(
     source: str,  # of prompts, as for `read_prompts`
-    field: str = "prompts",  # the setting's name, for an error
+    field: str = "prompts",  # the setting's name, for error messages
     negative_prompts: bool = True,  # allow records with a negative prompt
     sizes: bool = False,  # allow records with a size of their images
 ) -> tuple[list[str], list[dict]]:  # prompts, and the record of each
-    """Read the prompts of a list with their records, which a reward may take.
+    """Read the prompts of a list together with their records, which a reward may use.
 
-    A record is the object, mapping or table row that holds the prompt, with all its fields; of a list of texts it is
-    `{"prompt": text}`. Raise InputError as `read_prompt_records` does.
+    A record is the object, mapping or table row that contains the prompt, with all its fields; for a list of texts it
+    is `{"prompt": text}`. Raises InputError in the same cases as `read_prompt_records`.
     """
     entries = read_prompt_records(source, field, negative_prompts=negative_prompts, sizes=sizes)
     prompts = [prompt for _, prompt, _ in entries]
@@ -1155,9 +1197,9 @@ def read_prompts_with_records(
 
 def hash_records(
     source: str,  # of prompts, as for `read_prompts`
-    field: str,  # name of the setting, for an error
-) -> str:  # hex; empty if no record holds more than its prompt
-    """Return the sha256 of the records of a list."""
+    field: str,  # the setting's name, for error messages
+) -> str:  # hex
+    """Return the sha256 of a list's records, or "" if the records contain nothing but prompts."""
     prompts, records = read_prompts_with_records(source, field, sizes=True)
     if all(
         list(record.values()) == [prompt] for prompt, record in zip(prompts, records, strict=True)
@@ -1170,8 +1212,8 @@ def hash_records(
 class ImagePrompt(str):
     """A prompt with the image that it edits.
 
-    It is its text wherever a text is needed. Two of them are equal if their texts and the contents of
-    their images are.
+    It can be used wherever a text is needed. Two such prompts are equal if their texts and the contents of
+    their images are equal.
     """
 
     image: Path  # the image's file
@@ -1183,21 +1225,21 @@ class ImagePrompt(str):
         text: str,  # the prompt
         image: Path | str,  # file of the image
     ) -> "ImagePrompt":
-        """Read the image's size and hash.
+        """Create the prompt, and read its image's size and hash.
 
-        Raise ValueError if there is no such file, or it holds no image.
+        Raises ValueError if there is no such file, or it holds no image.
         """
         prompt = super().__new__(cls, text)
         prompt.image = Path(image)
         if not prompt.image.is_file():
             raise ValueError(f"{prompt.image} is no file")
         stat = prompt.image.stat()
-        facts = _read_image_facts(prompt.image, stat.st_size, stat.st_mtime_ns)
-        prompt.image_sha256, prompt.size = facts
+        hash_and_size = _read_image_hash_and_size(prompt.image, stat.st_size, stat.st_mtime_ns)
+        prompt.image_sha256, prompt.size = hash_and_size
         return prompt
 
     def with_text(self, text: str) -> "ImagePrompt":
-        """Return another prompt for the same image, which is not read again."""
+        """Return a prompt with this text and the same image, which is not read again."""
         return _copy_image_prompt(text, vars(self))
 
     def __eq__(self, other: object) -> bool:
@@ -1209,32 +1251,32 @@ class ImagePrompt(str):
         )
 
     def __ne__(self, other: object) -> bool:
-        """Return True unless texts and images are equal; `str` has a rule of its own."""
+        """Return True unless texts and images are equal; `str.__ne__` would compare only the texts."""
         return not self == other
 
     def __hash__(self) -> int:
-        """Return one hash for equal prompts."""
+        """Return a hash of the text and of the content of the image."""
         return hash((str(self), self.image_sha256))
 
     def __reduce__(self) -> tuple:
-        """Return how a copy is made: also where the image's file is not."""
+        """Return how to pickle the prompt, such that loading it does not need the image's file."""
         return _copy_image_prompt, (str(self), vars(self))
 
 
 def _copy_image_prompt(
     text: str,
-    facts: Mapping[str, Any],  # attributes of an `ImagePrompt`
+    attributes: Mapping[str, Any],  # of the `ImagePrompt` to copy
 ) -> ImagePrompt:
-    """Make a prompt with these attributes, without reading the image."""
+    """Make a prompt with this text and these attributes, without reading the image."""
     prompt = str.__new__(ImagePrompt, text)
-    vars(prompt).update(facts)
+    vars(prompt).update(attributes)
     return prompt
 
 
 def _open_upright(file: Path) -> Image.Image:  # RGB
-    """Open and decode an image, turned as its EXIF data says.
+    """Open and decode an image, rotated as its EXIF data specifies.
 
-    Raise ValueError if the file holds no image.
+    Raises ValueError if the file holds no image.
     """
     try:
         with Image.open(file) as image:
@@ -1244,12 +1286,12 @@ def _open_upright(file: Path) -> Image.Image:  # RGB
 
 
 @functools.cache
-def _read_image_facts(
+def _read_image_hash_and_size(
     file: Path,  # of the image
-    length: int,  # of the file in bytes: with the time it tells whether the file has changed
-    time: int,  # of the file's last change
+    file_bytes: int,  # size of the file, so that the cache misses if the file has changed
+    modified_ns: int,  # time of the file's last change, for the same purpose
 ) -> tuple[str, tuple[int, int]]:  # sha256 of the file; width and height
-    """Decode an image once per process, and return its hash and size."""
+    """Return the hash and the size of an image, which is decoded once per process."""
     return sha256_of(file), _open_upright(file).size
 
 
@@ -1258,9 +1300,9 @@ def open_source_image(
     width: int,  # in pixels
     height: int,  # in pixels
 ) -> Image.Image:  # RGB, width x height
-    """Return the image that a prompt edits, scaled to cover this size and cropped to its middle.
+    """Return the image that a prompt edits, scaled and center-cropped to this size.
 
-    Raise InputError if the prompt has no image, or the image cannot be read any more.
+    Raises InputError if the prompt has no image, or the image can no longer be read.
     """
     if not isinstance(prompt, ImagePrompt):
         raise InputError(
@@ -1278,9 +1320,10 @@ def find_editing_pipeline(
     model: str,  # as for `locate_model`
     family: str = "",  # as for `check_pipeline_folder`
 ) -> str:
-    """Return the class of a model's pipeline if it edits images, else "".
+    """Return the name of a model's pipeline class if the model edits images, else "".
 
-    The model itself is not downloaded: of a hub id that is not known only model_index.json is.
+    At most model_index.json is downloaded, for a hub id that no family lists. The result is also "" if the model
+    cannot be read, which other checks report.
     """
     if family:
         policy_class = find_family(family)
@@ -1297,11 +1340,11 @@ def find_editing_pipeline(
 
         try:
             folder = Path(hf_hub_download(model, "model_index.json")).parent
-        except Exception:  # `locate_model` says what is wrong with the name, or with the network
+        except Exception:  # `locate_model` reports what is wrong with the name or the connection
             return ""
     try:
         pipeline = read_model_json(folder, "model_index.json").get("_class_name")
-    except InputError:  # `check_pipeline_folder` says so
+    except InputError:  # `check_pipeline_folder` reports it
         return ""
     if not isinstance(pipeline, str) or pipeline not in FAMILIES:
         return ""
@@ -1310,22 +1353,22 @@ def find_editing_pipeline(
 
 def read_model_prompts(
     source: str,  # as for `read_prompts`
-    field: str,  # the setting's name, for an error
-    model: str,  # that draws the prompts
+    field: str,  # the setting's name, for error messages
+    model: str,  # that generates the images, as for `locate_model`
     family: str = "",  # of the model, as for `check_pipeline_folder`
     negative_prompts: bool = True,  # allow records with a negative prompt
     sizes: bool = False,  # allow records with a size of their images
 ) -> list[str]:  # of `ImagePrompt` if the model edits images
     """Read the prompts of a list, with their images if the model edits images.
 
-    Raise InputError as `read_prompt_records` does, and if a prompt lacks an image that can be read.
+    Raises InputError in the same cases as `read_prompt_records`, and if a prompt has no readable image.
     """
     records = read_prompt_records(source, field, negative_prompts=negative_prompts, sizes=sizes)
     pipeline = find_editing_pipeline(model, family)
     if not pipeline:
         return [prompt for _, prompt, _ in records]
     name = split_prompt_column(source)[0]
-    file = _shipped_list(name) if name.startswith("pocket:") else None
+    file = _find_shipped_list(name) if name.startswith("pocket:") else None
     folder = (file or Path(name)).parent
     prompts: list[str] = []
     for place, prompt, record in records:
@@ -1347,7 +1390,7 @@ def read_run_prompts(
     settings: Any,  # with model, family, prompts and eval_prompts
     field: str = "prompts",  # or eval_prompts
 ) -> list[str]:  # of `ImagePrompt` if the model edits images
-    """Read one of a run's lists as `read_model_prompts` does."""
+    """Read the training or evaluation prompts of a run, with their images if the model edits images."""
     return read_model_prompts(
         getattr(settings, field),
         field,
@@ -1358,7 +1401,7 @@ def read_run_prompts(
 
 
 def may_have_sizes(
-    settings: Any,  # of a run; those of a list alone have no `resolution`
+    settings: Any,  # of a run, or without `resolution`, for which the answer is False
     field: str,  # prompts or eval_prompts
 ) -> bool:
     """Return True if the records of a run's list may name the size of their images."""
@@ -1367,11 +1410,11 @@ def may_have_sizes(
 
 
 def read_prompt_sizes(
-    settings: Any,
-) -> list[int | tuple[int, int] | None]:  # per prompt of `prompts`; None: it names no size
-    """Read the size that each record of a run's training prompts names.
+    settings: Any,  # of a run
+) -> list[int | tuple[int, int] | None]:  # per training prompt; None: its record names no size
+    """Read the image size that the record of each training prompt of a run names.
 
-    Raise InputError if it is not one of `resolution`.
+    Raises InputError if a size is not one of those in `resolution`.
     """
     source = settings.prompts
     is_column = bool(split_prompt_column(source)[1])  # only that column is read
@@ -1394,8 +1437,8 @@ def read_prompt_sizes(
 def read_run_prompts_with_records(
     settings: Any,  # with model, family, prompts and eval_prompts
     field: str = "prompts",  # or eval_prompts
-) -> tuple[list[str], list[dict]]:  # prompts as of `read_run_prompts`, and the record of each
-    """Read one of a run's lists with the records of its prompts, which a reward may take."""
+) -> tuple[list[str], list[dict]]:  # prompts, as from `read_run_prompts`, and the record of each
+    """Read the training or evaluation prompts of a run together with their records, which a reward may use."""
     _, records = read_prompts_with_records(
         getattr(settings, field), field, sizes=may_have_sizes(settings, field)
     )
@@ -1403,7 +1446,7 @@ def read_run_prompts_with_records(
 
 
 def prompt_content(prompt: str) -> str | list[str]:
-    """Return what identifies a prompt, as JSON can hold it: its text, and the hash of its image."""
+    """Return what identifies a prompt, as a JSON value: its text, or its text and the hash of its image."""
     if isinstance(prompt, ImagePrompt):
         return [str(prompt), prompt.image_sha256]
     return prompt
@@ -1411,13 +1454,14 @@ def prompt_content(prompt: str) -> str | list[str]:
 # %% ../../nbs/03_models/00_inputs.ipynb #fccae08e
 def read_negative_prompts(
     source: str,  # as for `read_prompts`
-    field: str = "prompts",  # the setting's name, for an error
-    model: str = "pocket",  # that draws the prompts
+    field: str = "prompts",  # the setting's name, for error messages
+    model: str = "pocket",  # that generates the images
     family: str = "",  # of the model, as for `check_pipeline_folder`
 ) -> dict[str, str]:  # prompt, an `ImagePrompt` if the model edits images -> negative prompt
-    """Read the negative prompts of a list's records; prompts without one, or with a blank one, are left out.
+    """Read the negative prompts in a list's records, keyed by prompt.
 
-    Raise InputError if one prompt occurs with two negative prompts.
+    Prompts without a negative prompt, or with a blank one, are left out. Raises InputError if a prompt occurs with two
+    different negative prompts.
     """
     if split_prompt_column(source)[1]:  # only that column is read
         return {}
@@ -1444,7 +1488,7 @@ def _read_run_list(
     settings: Any,  # with model, family and the list
     field: str,  # the setting that names the list
 ) -> tuple[list[str], dict[str, str]]:  # prompts, and prompt -> negative prompt
-    """Read one of a run's lists, and the negative prompts that its records have."""
+    """Read the prompts in one of a run's lists, and the negative prompts in its records."""
     family = getattr(settings, "family", "")
     negatives = read_negative_prompts(getattr(settings, field), field, settings.model, family)
     return read_run_prompts(settings, field), negatives
@@ -1454,21 +1498,21 @@ def run_negative_prompts(
     settings: Any,  # of a run or of an evaluation
     fields: Sequence[str] = ("prompts", "eval_prompts"),  # settings that name the lists
 ) -> dict[str, str]:  # prompt -> negative prompt
-    """Read the negative prompts that records of a run's lists have.
+    """Read the negative prompts in the records of all of a run's lists, keyed by prompt.
 
-    Raise InputError if the run has no classifier-free guidance, or two lists contradict each other.
+    Raises InputError if there are any but the run has no classifier-free guidance, or if two lists contradict each other.
     """
     negatives: dict[str, str] = {}
     for field in fields:
         source = getattr(settings, field)
-        prompts, of_list = _read_run_list(settings, field)
-        if of_list and not uses_true_cfg(settings):
+        prompts, list_negatives = _read_run_list(settings, field)
+        if list_negatives and not uses_true_cfg(settings):
             raise InputError(
                 f"{field}: records of {source} have a negative prompt, which only classifier-free guidance uses; set "
                 f"`true_cfg_scale` above 1, or remove the field"
             )
         for prompt in prompts:
-            negative = of_list.get(prompt, "")
+            negative = list_negatives.get(prompt, "")
             if negatives.setdefault(prompt, negative) != negative:
                 raise InputError(
                     f"{field}: {source} has another negative prompt for {str(prompt)[:60]!r} than the run's other list; "
@@ -1480,8 +1524,8 @@ def run_negative_prompts(
 def _list_content(
     settings: Any,  # with model, family and the list
     field: str,  # the setting that names the list
-) -> list:  # of `prompt_content`, and of [`prompt_content`, negative prompt] where a record has one
-    """Return what a list contains, in whatever form the file holds it."""
+) -> list:  # per prompt: `prompt_content`, or [`prompt_content`, negative prompt] if it has one
+    """Return the prompts and negative prompts of a list as JSON values, independent of the format of the file."""
     prompts, negatives = _read_run_list(settings, field)
     return [
         [prompt_content(prompt), negatives[prompt]]
@@ -1493,15 +1537,15 @@ def _list_content(
 
 def describe_prompts(
     source: str,  # of prompts, as for `read_prompts`
-    field: str = "prompts",  # name of the setting that holds the source
-    model: str = "pocket",  # that draws them
+    field: str = "prompts",  # the setting's name, for error messages
+    model: str = "pocket",  # that generates the images
     family: str = "",  # of the model, as for `check_pipeline_folder`
     sizes: bool = True,  # allow records with a size of their images
 ) -> str:
     """Return a line with the number of prompts, the first two, and how many are repeated.
 
-    If the model edits images, the line also says how many of theirs are not square. It counts the
-    prompts with a negative prompt of their own, and those whose records name the size of their images.
+    If the model edits images, the line also says how many of the images are not square. It also counts the
+    prompts that have a negative prompt of their own, and those whose records name the size of their images.
     """
     prompts = read_model_prompts(source, field, model, family, sizes=sizes)
     shortened = [text if len(text) <= 60 else f"{text[:57]}..." for text in prompts[:2]]
@@ -1530,13 +1574,13 @@ def describe_prompts(
     return line
 
 # %% ../../nbs/03_models/00_inputs.ipynb #6acfbc8e
-def _are_entries(prompts: Any) -> bool:
-    """Return True for anything to iterate over that is no single text or mapping."""
+def _is_prompt_collection(prompts: Any) -> bool:
+    """Return True for an iterable that is not a single text or mapping."""
     return isinstance(prompts, Iterable) and not isinstance(prompts, (str, bytes, Mapping))
 
 
 @checked(
-    prompts=some(Any, "a list of texts, a list of mappings, or a dataset", _are_entries),
+    prompts=some(Any, "a list of texts, a list of mappings, or a dataset", _is_prompt_collection),
     path=path_type(),
 )
 def write_prompts(
@@ -1545,8 +1589,8 @@ def write_prompts(
 ) -> str:  # absolute path of the file, for the settings `prompts` and `eval_prompts`
     """Write prompts as JSON lines and return the path of the file.
 
-    Other fields of mappings and other columns are written too. Raise InputError if an entry has no prompt, or a value that
-    JSON does not have.
+    The other fields of mappings and the other columns of a dataset are written too. Raises InputError if an entry has no
+    prompt, or a value that JSON cannot represent, or if the file exists with different prompts.
     """
     file = Path(os.path.abspath(path))
     if file.suffix != ".jsonl":
@@ -1562,8 +1606,8 @@ def write_prompts(
             raise InputError(
                 f"`prompts` must hold texts of 1 to {_LONGEST_PROMPT} characters; entry {number} has {len(prompt)}"
             )
-        # Whether a size is one of the run's, the run checks.
-        _check_drawing_fields(
+        # The run itself checks whether a size is one of its own.
+        _check_sampling_fields(
             f"`prompts`: entry {number}", record, file, negative_prompts=True, sizes=True
         )
         for name, value in record.items():
@@ -1592,36 +1636,36 @@ def sample_prompt_indices(
 ) -> list[int]:  # all different
     """Return the indices of an iteration's prompts.
 
-    They come from shuffled epochs and are the same in all processes. Raise InputError if the list
+    They come from shuffled epochs and are the same in all processes. Raises InputError if the list
     has fewer than `count` prompts.
     """
     if count > total:
         raise InputError(
             f"prompts_per_iteration: {count} is more than the {total} prompts in the list."
         )
-    epoch, place = divmod(iteration, total // count)
+    epoch, batch_index = divmod(iteration, total // count)
     order = list(range(total))
     random.Random(f"{seed}/prompts/{epoch}").shuffle(order)
-    return order[place * count : (place + 1) * count]
+    return order[batch_index * count : (batch_index + 1) * count]
 
 
 def space_positions_evenly(
     total: int,  # length of the list
     count: int,  # positions to choose; all of the list if it is shorter
 ) -> list[int]:
-    """Return positions that are spread evenly over a list, from its first entry."""
+    """Return positions that are spread evenly over a list, starting with its first entry."""
     count = min(count, total)
     return [i * total // count for i in range(count)]
 
 # %% ../../nbs/03_models/00_inputs.ipynb #inputs-content
 def _hash_lists(settings: Any) -> str:  # hex
-    """Return the sha256 of both lists of a run."""
+    """Return one sha256 of the training and evaluation prompts of a run."""
     contents = [_list_content(settings, name) for name in ("prompts", "eval_prompts")]
     return hashlib.sha256(json.dumps(contents).encode()).hexdigest()
 
 
 def check_sizes_of_family(
-    settings: Any,
+    settings: Any,  # of a run
     family: Any,  # class of the model's family
 ) -> None:
     """Raise InputError if `resolution` has several sizes and the model edits images."""
@@ -1633,11 +1677,13 @@ def check_sizes_of_family(
 
 
 def content_hashes(
-    settings: Any,
-) -> dict[str, str]:  # keys model_sha256, prompts_sha256, and records_sha256 if there are records
+    settings: Any,  # of a run
+) -> dict[
+    str, str
+]:  # keyed by model_sha256, prompts_sha256, and records_sha256 if there are records
     """Check a run's model and prompts, and return their hashes.
 
-    Raise InputError if one is missing or damaged, or the list of prompts is too short.
+    Raises InputError if one of them is missing, damaged, or does not fit the settings, such as a list that is too short.
     """
     prompts = read_run_prompts(settings)
     read_prompt_sizes(settings)
@@ -1650,7 +1696,7 @@ def content_hashes(
     for _, scale in guidance_scales(settings):
         family.check_guidance(read_model_json(model, "model_index.json"), scale)
     check_scheduler(model, settings.eval_steps)
-    check_parts(model, settings.family)
+    check_components(model, settings.family)
     hashes = {
         "model_sha256": hash_model_files(model, MODEL_FOLDERS),
         "prompts_sha256": lists_sha256,
@@ -1661,7 +1707,7 @@ def content_hashes(
     return hashes
 
 # %% ../../nbs/03_models/00_inputs.ipynb #a44be3ba
-# options of rewards that name a file
+# reward options whose value is a file
 _FILE_OPTIONS = (
     "weights",
     "base",
@@ -1676,10 +1722,10 @@ _FILE_OPTIONS = (
 )
 
 
-def absolute_inputs(settings: Any) -> Any:  # settings; returns settings
-    """Return the settings with absolute paths of model, prompts and files of rewards.
+def absolute_inputs(settings: Any) -> Any:  # settings: of a run; returns a copy
+    """Return the settings with absolute paths of the model, the start adapter, the prompts and the reward files.
 
-    A path that does not exist here stays as it is.
+    A path that does not exist on this machine stays as it is.
     """
     changes: dict[str, Any] = {}
     if settings.model not in POCKET_MODELS and os.path.isdir(settings.model):
@@ -1700,9 +1746,9 @@ def absolute_inputs(settings: Any) -> Any:  # settings; returns settings
 
 def _absolute_option(
     key: str,  # name of a reward's option
-    value: Any,  # of the option
+    value: Any,  # the option's value
 ) -> Any:
-    """Return the absolute path if an option names a file that exists, else its value."""
+    """Return an option's value, as an absolute path if it names a file that exists."""
     if not isinstance(value, str):
         return value
     # An environment is a name, a requirements file, or a folder with an interpreter.
@@ -1718,12 +1764,12 @@ def hash_prompts(
     settings: Any,  # with model, family, prompts and eval_prompts
     field: str,  # prompts or eval_prompts
 ) -> str:  # hex
-    """Return the sha256 of a list's prompts and negative prompts, in whatever form the file holds them."""
+    """Return the sha256 of a list's prompts and negative prompts, independent of the format of the file."""
     return hashlib.sha256(json.dumps(_list_content(settings, field)).encode()).hexdigest()
 
 
 def model_stamp(folder: Path) -> str:  # hex
-    """Return a hash of names, sizes and times of a model's files, without reading them."""
+    """Return a hash of the names, sizes and modification times of a model's files, without reading them."""
     folder = Path(folder)
     files = [f for part in MODEL_FOLDERS for f in (folder / part).rglob("*") if f.is_file()]
     stats = [
@@ -1736,16 +1782,18 @@ def model_stamp(folder: Path) -> str:  # hex
 @functools.lru_cache(maxsize=8)
 def _hash_stamped_model(
     folder: Path,  # a pipeline's folder
-    stamp: str,  # of `model_stamp`: a changed folder is hashed again
+    stamp: str,  # of `model_stamp`, so that the cache misses if the folder has changed
 ) -> str:
     """Return the hash of a model's files, computed once per process."""
     return hash_model_files(folder, MODEL_FOLDERS)
 
 
 def input_records(
-    settings: Any,
-) -> dict[str, str]:  # model_stamp, model_index, prompts, eval_prompts, and NAME_records of a list
-    """Return what a run records of its model and of each list, for `find_changed_input`."""
+    settings: Any,  # of a run
+) -> dict[
+    str, str
+]:  # keyed by model_stamp, model_index, prompts, eval_prompts, and NAME_records for a list with records
+    """Return what a run records about its model and each list, so that `find_changed_input` can compare it later."""
     folder = locate_model(settings.model)
     lists = {name: hash_prompts(settings, name) for name in ("prompts", "eval_prompts")}
     for name in ("prompts", "eval_prompts"):
@@ -1759,13 +1807,13 @@ def input_records(
 
 
 def find_changed_input(
-    settings: Any,  # settings
-    known: Mapping,  # model_sha256, prompts_sha256, inputs of run.json; missing: not compared
+    settings: Any,  # of a run
+    known: Mapping,  # model_sha256, prompts_sha256 and inputs of run.json; a missing key is not compared
     names: Sequence[str] = ("model", "prompts", "eval_prompts"),  # inputs to compare
 ) -> str | None:
-    """Return the name of the first input that differs from the record, or None.
+    """Return the name of the first input that differs from what the run recorded, or None.
 
-    Raise InputError if an input is missing.
+    Raises InputError if an input is missing.
     """
     recorded = known.get("inputs") or {}
     if "model" in names:
@@ -1789,7 +1837,7 @@ def find_changed_input(
         records = recorded.get(f"{name}_records")
         if records and records != hash_records(getattr(settings, name), name):
             return name
-        # An older run recorded one hash of both lists.
+        # An older run recorded one hash for both lists.
         if name not in recorded and known.get("prompts_sha256"):
             if _hash_lists(settings) != known["prompts_sha256"]:
                 return name

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['TORCH_DTYPES', 'FLOAT16_MAX', 'LORA_TARGETS', 'QUANTIZATION_PACKAGES', 'find_blocks', 'align_parameters',
-           'check_quantization', 'quantization_config', 'native_shift', 'scheduler_config', 'has_closed_form',
+           'check_quantization', 'quantization_config', 'native_shift', 'scheduler_config', 'is_described_by_shift',
            'scheduler_sigmas', 'compute_network_sigma', 'padded_batch_size', 'ModelConfig', 'Family',
            'watch_saturation', 'Policy', 'load_policy', 'decode_latents']
 
@@ -39,7 +39,7 @@ from chunk_grpo.models.inputs import (
     find_family,
     import_class,
 )
-from .inputs import check_levels, locate_model, read_model_json
+from .inputs import check_noise_levels, locate_model, read_model_json
 from .prompt_embeds import encode_prompts, encoder_dtype, prompt_key
 
 TORCH_DTYPES = {
@@ -62,7 +62,7 @@ LORA_TARGETS = (
 
 # %% ../../nbs/03_models/02_policy.ipynb #073be9ae
 def find_blocks(net: Any) -> dict[str, Any]:  # net: a transformer of diffusers
-    """Return the repeated blocks of a transformer, by name."""
+    """Return the repeated blocks of a transformer, keyed by name."""
     class_names = getattr(net, "_repeated_blocks", None) or net._no_split_modules or ()
     return {
         name: module for name, module in net.named_modules() if type(module).__name__ in class_names
@@ -84,23 +84,23 @@ def align_parameters(
 
 def _load_network(
     policy: "Policy",  # its folder and device are set already
-    number: int,  # 0: the transformer, 1: the VAE
-    stored: torch.dtype,  # of the weights in memory
+    network_index: int,  # 0: the transformer, 1: the VAE
+    weights: torch.dtype,  # of the stored weights
     host: bool = False,  # leave the network on the CPU
 ) -> Any:
     """Load one network of the policy's folder, frozen and in evaluation mode, and return it.
 
     A policy that computes on the CPU gets aligned weights (`align_parameters`).
     """
-    network_class: Any = import_class(policy.network_classes[number])
-    subfolder = ("transformer", "vae")[number]
-    options: dict[str, Any] = {"subfolder": subfolder, "dtype": stored}
-    is_quantized = number == 0 and policy.quantization != "none"
+    network_class: Any = import_class(policy.network_classes[network_index])
+    subfolder = ("transformer", "vae")[network_index]
+    options: dict[str, Any] = {"subfolder": subfolder, "dtype": weights}
+    is_quantized = network_index == 0 and policy.quantization != "none"
     if is_quantized:
         options["quantization_config"] = quantization_config(policy.quantization, policy.dtype)
     network = network_class.from_pretrained(policy.folder, **options)
     network.to("cpu" if host else policy.device).eval().requires_grad_(False)
-    # On other devices the memory of the file is only read once. Quantized weights are made anew, not read from the file.
+    # Weights that were copied to another device, or computed by quantization, no longer lie in the memory of the file.
     if policy.device.type == "cpu" and not is_quantized:
         align_parameters(network)
     return network
@@ -147,14 +147,14 @@ def quantization_config(
 
 # %% ../../nbs/03_models/02_policy.ipynb #2cd35b71
 def native_shift(policy: "Policy") -> float:  # the `shift` argument of `schedule.sigmas`
-    """Return the model's own shift at this resolution: static, or exp(mu) of the dynamic rule.
+    """Return the shift of the model's own scheduler at this resolution: the static one, or exp(mu) of a dynamic shift.
 
-    Raise InputError if the dynamic rule overflows.
+    Raises InputError if exp(mu) overflows.
     """
     config = scheduler_config(policy)
     if not config.get("use_dynamic_shifting", False):
         return float(config.get("shift", 1.0))
-    # The values that diffusers' pipelines take if the configuration has none.
+    # The values that diffusers' pipelines use for keys that the configuration lacks.
     defaults = {
         "base_image_seq_len": 256,
         "max_image_seq_len": 4096,
@@ -179,8 +179,8 @@ def scheduler_config(policy: "Policy") -> dict:
     return read_model_json(policy.folder, "scheduler/scheduler_config.json")
 
 
-def has_closed_form(policy: "Policy") -> bool:
-    """Return True if one shift of evenly spaced levels describes the scheduler."""
+def is_described_by_shift(policy: "Policy") -> bool:
+    """Return True if the scheduler's levels are evenly spaced levels with a shift, as `schedule.sigmas` computes them."""
     config = scheduler_config(policy)
     other_rules = (
         "shift_terminal",
@@ -195,20 +195,20 @@ def has_closed_form(policy: "Policy") -> bool:
 
 def scheduler_sigmas(
     policy: "Policy",
-    **given: Any,  # arguments of the scheduler's `set_timesteps`
+    **arguments: Any,  # arguments of the scheduler's `set_timesteps`
 ) -> Tensor:  # (T+1,) float32
     """Return the noise levels that the pipeline's scheduler computes from these arguments.
 
-    Raise InputError if they are not valid noise levels.
+    Raises InputError if the levels do not fall from 1 to 0.
     """
     # annotated as Any because diffusers' types say that `from_pretrained` returns a tuple
     scheduler_class: Any = diffusers.FlowMatchEulerDiscreteScheduler
     scheduler = scheduler_class.from_config(scheduler_config(policy))
-    # `check_levels` rejects levels that are not finite, so numpy need not warn.
+    # `check_noise_levels` rejects levels that are not finite, so numpy need not warn.
     with np.errstate(all="ignore"):
-        scheduler.set_timesteps(**given)
+        scheduler.set_timesteps(**arguments)
     levels = scheduler.sigmas.cpu()
-    check_levels(levels, Path(policy.folder) / "scheduler" / "scheduler_config.json")
+    check_noise_levels(levels, Path(policy.folder) / "scheduler" / "scheduler_config.json")
     return levels
 
 # %% ../../nbs/03_models/02_policy.ipynb #b9d5f00d
@@ -218,7 +218,7 @@ def compute_network_sigma(
 ) -> Tensor:  # of the same shape; `sigma` itself if nothing is truncated
     """Return the noise levels that rollout and training pass to the network.
 
-    They are whole thousandths with the setting `truncate_timesteps`, and exact without it.
+    With the setting `truncate_timesteps` they are truncated to whole thousandths; without it they are exact.
     """
     if policy.truncate_timesteps:
         return (1000 * sigma).trunc() / 1000
@@ -250,9 +250,9 @@ def padded_batch_size(count: int) -> int:  # count: rows, from 1; returns at lea
 # %% ../../nbs/03_models/02_policy.ipynb #7765159d
 @dataclass(frozen=True)
 class ModelConfig:
-    """The configurations of a model's networks, as JSON; a missing key has the class's default."""
+    """The configurations of a model's networks, as JSON texts; a missing key has the default of the network's class."""
 
-    pipeline: str  # its class in diffusers
+    pipeline: str  # name for `find_family`: a pipeline class of diffusers, or a family of your own
     transformer: str = "{}"  # the transformer's configuration
     autoencoder: str = "{}"  # the VAE's configuration
     extra_tokens: int = 0  # tokens of the text beyond `max_tokens`
@@ -268,20 +268,19 @@ class Family:
     max_sequence_length: int = 512  # most tokens that the pipeline allows
     patch: int = 2  # latent pixels per side of one token of the transformer
     known_configs: dict[str, ModelConfig] = {}  # of published models, by hub id
-    lora_targets: tuple[str, ...] = LORA_TARGETS  # layers that get an adapter, by end of name
-    layers_without_gradient: tuple[
-        str, ...
-    ] = ()  # layers without a gradient, since nothing uses their output
+    lora_targets: tuple[str, ...] = LORA_TARGETS  # ends of the names of layers that get an adapter
+    # layers of the last block that get no gradient, since nothing uses their output
+    layers_without_gradient: tuple[str, ...] = ()
     masks_attention: bool = False  # True if prompts come with an attention mask
-    # True if every prompt has an image to edit, whose latents are the row `image_latents`
+    # True if every prompt has an image to edit, whose latents are in the conditioning as `image_latents`
     edits_images: bool = False
-    image_text_tokens: int = 0  # tokens of the text that stand for the prompt's image
+    image_text_tokens: int = 0  # number of text tokens that stand for the prompt's image
 
     @classmethod
     def extra_tokens(cls, folder: Path) -> int:
-        """Return the tokens of the text beyond `max_tokens`, read from a pipeline's folder.
+        """Return the number of text tokens beyond `max_tokens`, read from a pipeline's folder.
 
-        Raise OSError, KeyError or ValueError if the folder does not hold the number.
+        Raises OSError, KeyError or ValueError if the folder does not contain the number.
         """
         return 0
 
@@ -292,7 +291,7 @@ class Family:
 
     def sigmas(self, steps: int) -> Tensor:  # (steps + 1,)
         """Return the noise levels that the pipeline itself uses for this number of steps."""
-        if has_closed_form(self):
+        if is_described_by_shift(self):
             return sigmas(steps, native_shift(self))
         # As in diffusers' pipelines: with `use_flow_sigmas` the scheduler spaces the levels itself.
         linear = torch.linspace(1, 1 / steps, steps, dtype=torch.float64).tolist()
@@ -307,9 +306,10 @@ class Family:
         weights: torch.dtype,  # of the transformer's stored weights
         host: bool,  # leave the transformer on the CPU
     ) -> tuple[Any, Any]:  # transformer and VAE
-        """Load transformer and VAE, both frozen; a policy without a folder overrides this.
+        """Load the transformer and the VAE, both frozen.
 
-        Those of a pipeline in memory are used as they are, so training changes that pipeline.
+        The networks of a pipeline in memory are used as they are, so training changes that pipeline. A policy without
+        a folder overrides this method.
         """
         if self.pipe is not None:
             parts = (self.pipe.transformer, self.pipe.vae)
@@ -326,15 +326,15 @@ class Family:
         pipeline_config: dict,  # the pipeline's model_index.json
         true_cfg_scale: float,  # classifier-free guidance scale; 1: off
     ) -> None:
-        """Raise InputError if the model does not allow classifier-free guidance of this scale."""
+        """Raise InputError if the model does not allow classifier-free guidance of this scale; by default all are allowed."""
 
     def apply_guidance(
         self,
-        with_prompt: Tensor,  # (B, S, C), velocity with the prompt
-        without: Tensor,  # (B, S, C), velocity with the negative prompt
+        prompt_velocity: Tensor,  # (B, S, C), velocity with the prompt
+        negative_velocity: Tensor,  # (B, S, C), velocity with the negative prompt
     ) -> Tensor:  # (B, S, C)
         """Return the velocity of classifier-free guidance with scale `true_cfg_scale`."""
-        return without + self.true_cfg_scale * (with_prompt - without)
+        return negative_velocity + self.true_cfg_scale * (prompt_velocity - negative_velocity)
 
 # %% ../../nbs/03_models/02_policy.ipynb #f5501462
 def watch_saturation(
@@ -362,15 +362,17 @@ class Policy(Family):
     """
 
     trained: list[nn.Parameter]  # weights to be optimised, see `trainable.make_trainable`
-    base_params: list[Tensor] | None = None  # the transformer's before training; None: an adapter
+    # the transformer's parameters before training; None: an adapter is trained
+    base_params: list[Tensor] | None = None
     # the adapter's parameters before training, if it started from another adapter
     start_params: list[Tensor] | None = None
-    # True for a policy with an adapter; whose trained weights are sharded; with compiled blocks; for
-    # which `compute_network_sigma` truncates
-    lora = sharded = compiled = truncate_timesteps = False
+    lora = False  # True if the policy has an adapter
+    sharded = False  # True if its trained weights are sharded
+    compiled = False  # True if its blocks are compiled
+    truncate_timesteps = False  # True if `compute_network_sigma` truncates
     pipe: Any = None  # the pipeline, if it was in memory already
-    saturated: Tensor | None = None  # of `watch_saturation`; None: not in float16
-    negative_prompt: str = ""  # of classifier-free guidance, unless a prompt has its own
+    saturated: Tensor | None = None  # the flag of `watch_saturation`; None: not in float16
+    negative_prompt: str = ""  # for classifier-free guidance, used unless a prompt has its own
     negative_prompts: Mapping[str, str] = MappingProxyType({})  # prompt -> its own negative prompt
     encode = encode_prompts
     model_key = functools.cached_property(prompt_key)
@@ -387,13 +389,13 @@ class Policy(Family):
         true_cfg_scale: float = 1.0,  # classifier-free guidance scale; 1: off
         host: bool = False,  # leave the transformer on the CPU, to be sharded
         vae_tiling: bool = False,  # decode images one by one, and large ones in the VAE's tiles
-        # format of the transformer's linear weights: none (that of `weights`), int8, fp8 or nf4
+        # format of the weights of the transformer's linear layers: none (that of `weights`), int8, fp8 or nf4
         quantization: str = "none",
-        pipe: Any = None,  # a pipeline in memory, in place of the folder's
+        pipe: Any = None,  # a pipeline in memory, whose networks are used instead of the folder's
     ) -> None:
-        """Load the networks, frozen.
+        """Load the networks and freeze them.
 
-        Raise InputError if the pipeline does not allow that many tokens, or the latents at this
+        Raises InputError if the pipeline does not allow that many tokens, or the latents at this
         resolution cannot be packed.
         """
         use_full_float32()
@@ -422,7 +424,7 @@ class Policy(Family):
     def key(self) -> str:  # sha256 in hex
         """Return a hash of everything that the embeddings depend on besides the prompt.
 
-        The size of the images is part of it if prompts have images, which are brought to that size.
+        If prompts have images, it also depends on the resolution, because these images are scaled to it.
         """
         if not self.edits_images:
             return self.model_key
@@ -434,7 +436,7 @@ class Policy(Family):
     ) -> Self:
         """Set the resolution of the images and return the policy.
 
-        Raise InputError if the latents cannot be packed.
+        Raises InputError if the latents cannot be packed.
         """
         height, width = image_size(resolution)
         stride = self.patch * self.vae_scale_factor
@@ -458,9 +460,9 @@ class Policy(Family):
     ) -> Self:
         """Set both guidance scales and return the policy.
 
-        Raise InputError if the model does not allow classifier-free guidance of this scale.
+        Raises InputError if the model does not allow classifier-free guidance of this scale.
         """
-        pipeline_config = {}  # of networks of some size without a pipeline, as speed measurements use
+        pipeline_config = {}  # stays empty for networks without a pipeline, which speed measurements use
         if self.pipe is not None:
             pipeline_config = dict(self.pipe.config)
         elif (self.folder / "model_index.json").is_file():
@@ -471,9 +473,9 @@ class Policy(Family):
         return self
 
     def negatives(self, prompts: Sequence[str]) -> list[str]:
-        """Return the negative prompt of each prompt; none without classifier-free guidance.
+        """Return the negative prompt of each prompt, or an empty list without classifier-free guidance.
 
-        That of a prompt with an image has the same image.
+        The negative prompt of a prompt with an image has the same image.
         """
         if self.true_cfg_scale <= 1:
             return []
@@ -499,7 +501,7 @@ class Policy(Family):
         latents = latents.to(self.dtype)
         sigma = sigma.to(self.device, torch.float32, non_blocking=True)
 
-        # Compiled blocks see few batch sizes: repeat the last row to fill the batch up.
+        # Compiled blocks must see few batch sizes: pad the batch by repeating its last row.
         if self.compiled and padded_batch_size(count) > count:
             rows = torch.arange(padded_batch_size(count), device=self.device).clamp(max=count - 1)
             conditioning = {name: values[rows] for name, values in conditioning.items()}
@@ -525,7 +527,7 @@ class Policy(Family):
         self,
         latents: Tensor,  # of the VAE: (B, C, h, w), or with an axis of frames
     ) -> Tensor:  # (B, 3, ...) float32 in [0, 1]
-        """Decode the VAE's own latents into images."""
+        """Decode latents that have the layout and scale of the VAE into images."""
         # One expression, so that intermediate images are freed at once.
         return (
             self.vae.decode(latents.to(self.vae.dtype), return_dict=False)[0].float() / 2 + 0.5
@@ -533,7 +535,7 @@ class Policy(Family):
 
     @property
     def decode_limit(self) -> int:
-        """Return the number of images that the VAE may decode at once."""
+        """Return the largest number of images that the VAE may decode at once."""
         return max(1, (2**31 - 1) // _largest_vae_activation(self.vae.config, self.resolution))
 
 # %% ../../nbs/03_models/02_policy.ipynb #d9d01986
@@ -547,15 +549,15 @@ def _is_device(device: str | torch.device) -> bool:
 
 
 def _is_model(model: object) -> bool:
-    """Return True for a name that is not blank, or a pipeline of diffusers."""
+    """Return True if `model` is a name that is not blank, or a pipeline of diffusers."""
     if isinstance(model, str):
         return bool(model.strip())
-    # Named here and quoted in annotations, since the class is imported only if it is used.
+    # diffusers imports this class only when it is used, so annotations quote its name.
     return isinstance(model, diffusers.DiffusionPipeline)
 
 
 def _is_resolution(resolution: int | Sequence[int]) -> bool:
-    """Return True for a side length, or a height and a width, from 1 pixel."""
+    """Return True if `resolution` is a side length, or a height and a width, of at least 1 pixel."""
     sides = (resolution, resolution) if isinstance(resolution, int) else resolution
     return len(sides) == 2 and all(type(side) is int and side > 0 for side in sides)
 
@@ -566,9 +568,12 @@ def _load_policy_of_pipeline(
     dtype: str,  # of the forward passes
     weights: str | None,  # dtype of the transformer's stored weights
     family: str,  # as for `load_policy`
-    **more: Any,  # to `Policy`
+    **options: Any,  # further arguments of `Policy`
 ) -> Policy:
-    """Make a policy of a pipeline in memory; raise InputError if a family or an argument does not suit it."""
+    """Make a policy from a pipeline in memory.
+
+    Raises InputError if the family or an argument does not fit the pipeline.
+    """
     name = type(pipe).__name__
     if family:
         policy_class = find_family(family)
@@ -589,14 +594,14 @@ def _load_policy_of_pipeline(
             raise InputError(
                 f"`{argument}` must be that of the pipeline's transformer, {stored}; got {value}"
             )
-    if more.get("quantization", "none") != "none":
+    if options.get("quantization", "none") != "none":
         raise InputError(
             "`quantization` must be none for a pipeline in memory, whose weights are used as they are; "
-            f"got {more['quantization']}"
+            f"got {options['quantization']}"
         )
-    more.setdefault("device", pipe.transformer.device)
+    options.setdefault("device", pipe.transformer.device)
     types = {"dtype": TORCH_DTYPES[stored], "weights": TORCH_DTYPES[stored]}
-    return policy_class(Path(pipe.name_or_path or "."), resolution, pipe=pipe, **types, **more)
+    return policy_class(Path(pipe.name_or_path or "."), resolution, pipe=pipe, **types, **options)
 
 
 @checked(
@@ -621,12 +626,12 @@ def load_policy(
     dtype: str = "float32",  # of the forward passes: float32, bfloat16 or float16
     weights: str | None = None,  # dtype of the transformer's stored weights; None: as `dtype`
     family: str = "",  # a class of your own, as file.py:Class; empty: the model's pipeline decides
-    # to `Policy`: max_tokens, guidance, true_cfg_scale, device, host, vae_tiling, quantization
-    **more,
+    # arguments of `Policy`: max_tokens, guidance, true_cfg_scale, device, host, vae_tiling, quantization
+    **options,
 ) -> Policy:  # frozen
-    """Load a policy by its model's name, or make one of a pipeline in memory.
+    """Load a policy by its model's name, or make one from a pipeline in memory.
 
-    A pipeline keeps its dtype, and its device unless you name another. Raise InputError if the
+    A pipeline keeps its dtype, and its device unless you name another. Raises InputError if the
     model is missing, damaged, or of an unknown family.
     """
     for name, value in {"dtype": dtype, "weights": weights}.items():
@@ -639,7 +644,7 @@ def load_policy(
     check_environment()
     if not isinstance(model, str):
         return _load_policy_of_pipeline(
-            model, resolution=resolution, dtype=dtype, weights=weights, family=family, **more
+            model, resolution=resolution, dtype=dtype, weights=weights, family=family, **options
         )
 
     # Check the folder before its family's module is imported and its weights are read.
@@ -650,7 +655,7 @@ def load_policy(
         check_network_weights(folder, subfolder, import_class(class_name))
     types = {"dtype": TORCH_DTYPES[dtype], "weights": TORCH_DTYPES[weights or dtype]}
     try:
-        return policy_class(folder, resolution, **types, **more)
+        return policy_class(folder, resolution, **types, **options)
     except (SafetensorError, OSError) as error:
         raise InputError(f"model: the weights in {folder} cannot be read ({error}).") from None
 
@@ -663,11 +668,13 @@ def decode_latents(
 ) -> Tensor:  # (B, 3, H, W) in [0, 1], on the CPU
     """Decode latents into images, in batches.
 
-    Raise InputError if an image is not finite. Print a warning the first time that an activation of
+    Raises InputError if an image is not finite. Prints a warning the first time that an activation of
     the transformer has reached the largest float16 number.
     """
     batch_size = min(batch, policy.decode_limit)
-    batches = [policy.decode(part.float()).cpu() for part in latents.split(batch_size)]
+    batches = [
+        policy.decode(batch_latents.float()).cpu() for batch_latents in latents.split(batch_size)
+    ]
     images = torch.cat(batches)
     is_float16 = policy.dtype == torch.float16
     if not torch.isfinite(images).all():
@@ -685,5 +692,5 @@ def decode_latents(
             flush=True,
         )
         policy.saturated = None  # one warning is enough
-    # Sums depend on the order in memory, which must be the same here and where images are sent.
+    # Sums depend on the layout in memory, which must be the same here and in processes that images are sent to.
     return images.contiguous()

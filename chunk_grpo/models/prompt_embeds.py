@@ -28,13 +28,13 @@ from .. import InputError
 from ..arguments import checked
 from .inputs import hash_model_files, import_class, prompt_content
 
-_KEPT_SECONDS = 7 * 24 * 3600  # a file used within this time is never removed
-# a file takes milliseconds to write; one that is older was left by a process that was killed
-_PART_SECONDS = 3600
+_RECENT_SECONDS = 7 * 24 * 3600  # a file used within this time is never removed
+# writing a file takes milliseconds, so an unfinished one that is older was left by a process that was killed
+_UNFINISHED_SECONDS = 3600
 
 # %% ../../nbs/03_models/01_prompt_embeds.ipynb #24e67666
 def prompt_cache_folder() -> Path:
-    """Return the folder of stored embeddings.
+    """Return the folder of the prompt cache.
 
     It is $CHUNK_GRPO_CACHE if set, else chunk_grpo in the user's cache folder.
     """
@@ -42,40 +42,40 @@ def prompt_cache_folder() -> Path:
     return Path(os.environ.get("CHUNK_GRPO_CACHE") or Path(home) / "chunk_grpo")
 
 
-def _identify(prompt: str) -> str:
-    """Return what tells a prompt from all others: its text, followed by the hash of its image."""
+def _prompt_identity(prompt: str) -> str:
+    """Return a text that identifies a prompt: its own text, followed by the hash of its image if it has one."""
     content = prompt_content(prompt)
     return content if isinstance(content, str) else " ".join(content)
 
 
-def _label(
-    row: dict[str, Tensor],  # a prompt's tensors, by name
-    prompt: str,  # its text
-    key: str,  # everything else that the embeddings depend on
-) -> dict[str, str]:  # owner and sha256
-    """Compute the label of a prompt's file: a hash of prompt and key, and a hash of the tensors."""
+def _make_label(
+    row: dict[str, Tensor],  # the prompt's tensors, keyed by name
+    prompt: str,  # the prompt itself
+    key: str,  # hash of everything else that the embeddings depend on
+) -> dict[str, str]:  # keyed by owner and sha256
+    """Compute the label of a prompt's file: a hash of the prompt and the key, and a hash of the tensors."""
     digest = hashlib.sha256()
     for name, value in sorted(row.items()):
         digest.update(f"{name} {value.dtype} {tuple(value.shape)} ".encode())
         digest.update(value.contiguous().flatten().view(torch.uint8).numpy().data)
     return {
-        "owner": hashlib.sha256(f"{key} {_identify(prompt)}".encode()).hexdigest(),
+        "owner": hashlib.sha256(f"{key} {_prompt_identity(prompt)}".encode()).hexdigest(),
         "sha256": digest.hexdigest(),
     }
 
 
 def _save_prompt_embeds(
     path: Path,  # of the file; its folder is created
-    row: dict[str, Tensor],  # the prompt's tensors, by name
-    prompt: str,  # its text
-    key: str,  # everything else that the embeddings depend on
+    row: dict[str, Tensor],  # the prompt's tensors, keyed by name
+    prompt: str,  # the prompt itself
+    key: str,  # hash of everything else that the embeddings depend on
 ) -> None:
-    """Write the file of a prompt; other processes see it whole or not at all."""
+    """Write the embeddings of a prompt to a file; other processes see the file whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     # A unique name, because other hosts may write the same prompt at the same time.
     temporary = path.with_suffix(f".{uuid.uuid4().hex}.part")
     try:
-        save_file(row, temporary, metadata=_label(row, prompt, key))
+        save_file(row, temporary, metadata=_make_label(row, prompt, key))
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
@@ -83,12 +83,12 @@ def _save_prompt_embeds(
 # %% ../../nbs/03_models/01_prompt_embeds.ipynb #11fbaa42
 def _read_prompt_embeds(
     path: Path,  # of the prompt's file
-    prompt: str,  # its text
-    key: str,  # everything else that the embeddings depend on
+    prompt: str,  # to which the file must belong
+    key: str,  # hash of everything else that the embeddings depend on
 ) -> dict[str, Tensor]:
-    """Read the tensors of a prompt's file.
+    """Read the tensors in a prompt's file, and mark the file as used.
 
-    Raise InputError if the file cannot be read, belongs to another prompt or model, or is damaged.
+    Raises InputError if the file cannot be read, belongs to another prompt or model, or is damaged.
     """
     try:
         with safe_open(path, framework="pt") as handle:
@@ -96,30 +96,30 @@ def _read_prompt_embeds(
             stored_label = handle.metadata() or {}
     except (SafetensorError, OSError) as error:
         raise InputError(f"prompts: {path} cannot be read ({error})") from None
-    label = _label(row, prompt, key)
+    label = _make_label(row, prompt, key)
     if stored_label.get("owner") != label["owner"]:
         raise InputError(f"prompts: {path} belongs to another prompt or model")
     if stored_label.get("sha256") != label["sha256"]:
         raise InputError(f"prompts: {path} is damaged, its content is not what was written")
-    os.utime(path)  # `trim_prompt_cache` removes the files that were not used for longest
+    os.utime(path)  # `trim_prompt_cache` removes the least recently used files
     return row
 
 # %% ../../nbs/03_models/01_prompt_embeds.ipynb #acc1c1ef
 def cache_prompt_embeds(
-    prompts: list[str],  # one text per row
-    key: str,  # everything else that the embeddings depend on
+    prompts: list[str],  # whose embeddings must be on disk afterwards
+    key: str,  # hash of everything else that the embeddings depend on
     encode: Callable[[list[str]], dict[str, Tensor]],  # returns one row per prompt
-    batch: int = 64,  # prompts encoded at once
-) -> dict[str, Path]:  # the file of every prompt
-    """Encode the prompts that are not on disk or whose file is damaged, and return all files.
+    batch_size: int = 64,  # prompts encoded at once
+) -> dict[str, Path]:  # keyed by prompt
+    """Encode the prompts that are not on disk or whose file is damaged, and return the file of every prompt.
 
-    Raise InputError if the disk has too little room.
+    Raises InputError if the disk has too little free space.
     """
     folder = prompt_cache_folder() / "embeddings" / key[:32]
     missing = []
     damage = []
     paths = {
-        p: folder / f"{hashlib.sha256(_identify(p).encode()).hexdigest()}.safetensors"
+        p: folder / f"{hashlib.sha256(_prompt_identity(p).encode()).hexdigest()}.safetensors"
         for p in prompts
     }
     for prompt, path in paths.items():
@@ -133,12 +133,12 @@ def cache_prompt_embeds(
         more = f" and {len(damage) - 1} more" if len(damage) > 1 else ""
         print(f"warning: {damage[0]}{more}; encoded again", flush=True)
 
-    for start in range(0, len(missing), batch):
-        group = missing[start : start + batch]
-        rows = {name: values.detach().cpu() for name, values in encode(group).items()}
+    for start in range(0, len(missing), batch_size):
+        batch = missing[start : start + batch_size]
+        rows = {name: values.detach().cpu() for name, values in encode(batch).items()}
 
-        # The size of these rows tells how much room all prompts that are left need.
-        needed = sum(v.nbytes for v in rows.values()) // len(group) * (len(missing) - start)
+        # The size of these rows tells how much space the remaining prompts need.
+        needed = sum(v.nbytes for v in rows.values()) // len(batch) * (len(missing) - start)
         existing = next(p for p in (folder, *folder.parents) if p.exists())
         free = shutil.disk_usage(existing).free
         if free < needed:
@@ -146,7 +146,7 @@ def cache_prompt_embeds(
                 f"prompts: their embeddings still need {needed / 1e9:.2f} GB, {existing} has only "
                 f"{free / 1e9:.2f} GB free; free some, or name a folder with room in CHUNK_GRPO_CACHE."
             )
-        for i, prompt in enumerate(group):
+        for i, prompt in enumerate(batch):
             row = {name: values[i].clone() for name, values in rows.items()}
             _save_prompt_embeds(paths[prompt], row, prompt, key)
     return paths
@@ -154,10 +154,10 @@ def cache_prompt_embeds(
 
 def _load_prompt_embeds(
     prompts: list[str],  # in the order of the rows; repeats are allowed
-    key: str,  # everything else that the embeddings depend on
+    key: str,  # hash of everything else that the embeddings depend on
     encode: Callable,  # as in `cache_prompt_embeds`
 ) -> dict[str, Tensor]:
-    """Return conditioning with one row per prompt, read from disk or encoded now."""
+    """Return the conditioning of prompts, one row per prompt, read from disk or encoded now."""
     paths = cache_prompt_embeds(prompts, key, encode)
     loaded = {p: _read_prompt_embeds(path, p, key) for p, path in paths.items()}
     names = loaded[prompts[0]]
@@ -165,9 +165,9 @@ def _load_prompt_embeds(
 
 # %% ../../nbs/03_models/01_prompt_embeds.ipynb #3da5df5d
 def _prompt_cache_limit() -> float:  # gigabytes
-    """Read the limit of the store from $CHUNK_GRPO_CACHE_GB, by default 100.
+    """Return the size limit of the prompt cache, which is $CHUNK_GRPO_CACHE_GB or by default 100.
 
-    Raise InputError if it is no number from 0.
+    Raises InputError if the variable is not a number of at least 0.
     """
     text = os.environ.get("CHUNK_GRPO_CACHE_GB") or "100"
     if not re.fullmatch(r"[0-9]{1,15}(\.[0-9]*)?", text):
@@ -179,9 +179,9 @@ def _prompt_cache_limit() -> float:  # gigabytes
 
 
 def open_prompt_cache() -> Path:  # exists afterwards
-    """Create the folder of the store if it does not exist, and return it.
+    """Create the folder of the prompt cache if it does not exist, and return it.
 
-    Raise InputError if the folder cannot be created or the limit is invalid.
+    Raises InputError if the folder cannot be created or the limit is invalid.
     """
     folder = prompt_cache_folder()
     _ = _prompt_cache_limit()  # only to check it
@@ -196,26 +196,26 @@ def open_prompt_cache() -> Path:  # exists afterwards
 
 # %% ../../nbs/03_models/01_prompt_embeds.ipynb #707f1c44
 def trim_prompt_cache(
-    gigabytes: float | None = None,  # size to trim to; None: the limit of the store
+    gigabytes: float | None = None,  # size to trim to; None: the limit of the cache
 ) -> int:
-    """Remove the embeddings unused for longest until the rest fits, and return how many files.
+    """Remove the least recently used embeddings until the rest fits the limit, and return how many were removed.
 
-    Files that were used within a week stay.
+    Files that were used within the last week stay. Unfinished files of killed processes are removed too, but not counted.
     """
     limit = _prompt_cache_limit() if gigabytes is None else gigabytes
     folder = prompt_cache_folder() / "embeddings"
 
-    # Files that a killed process left. Another process may trim too, or may just finish one.
+    # Remove files that a killed process left. Another process may remove or finish them at the same time.
     for unfinished in folder.glob("*/*.part"):
         with contextlib.suppress(FileNotFoundError):
-            if time.time() - unfinished.stat().st_mtime > _PART_SECONDS:
+            if time.time() - unfinished.stat().st_mtime > _UNFINISHED_SECONDS:
                 unfinished.unlink()
 
     files = [(file, file.stat()) for file in folder.glob("*/*.safetensors")]
     total = sum(stat.st_size for _, stat in files)
     removed = 0
     for file, stat in sorted(files, key=lambda pair: pair[1].st_mtime):
-        if total <= limit * 1e9 or time.time() - stat.st_mtime < _KEPT_SECONDS:
+        if total <= limit * 1e9 or time.time() - stat.st_mtime < _RECENT_SECONDS:
             break
         file.unlink(missing_ok=True)
         total -= stat.st_size
@@ -224,23 +224,23 @@ def trim_prompt_cache(
 
 # %% ../../nbs/03_models/01_prompt_embeds.ipynb #4c8b2e1e
 def encoder_dtype(dtype: torch.dtype) -> torch.dtype:  # dtype: of the transformer's forward passes
-    """Return the number format of text encoders and VAE: bfloat16 beside float16, else the same."""
+    """Return the number format of text encoders and VAE: bfloat16 if `dtype` is float16, else `dtype`."""
     return torch.bfloat16 if dtype == torch.float16 else dtype
 
 # %% ../../nbs/03_models/01_prompt_embeds.ipynb #d0337809
 @contextlib.contextmanager
 def lazy_prompt_encoder(
-    policy: Any,  # with folder, dtype, device, `pipeline` and `embed`
+    policy: Any,  # with folder, dtype, device, `pipeline`, `edits_images` and `embed`
 ) -> Iterator[Callable[[list[str]], dict[str, Tensor]]]:
     """Yield a function that encodes prompts.
 
-    It loads the encoders at its first call; they are freed at the end of the context. It raises
+    The function loads the encoders at its first call, and the context frees them at its end. The function raises
     InputError if the model's encoders or tokenizers fail.
     """
-    pipe = []  # the pipeline, as soon as it is loaded
+    pipe = []  # holds the pipeline once it is loaded
 
     @torch.no_grad()
-    def encode(group: list[str]) -> dict[str, Tensor]:
+    def encode(prompts: list[str]) -> dict[str, Tensor]:
         """Encode prompts, one row per prompt."""
         try:
             if not pipe:
@@ -250,7 +250,9 @@ def lazy_prompt_encoder(
                 parts = {"transformer": None, "vae": vae, "dtype": dtype}
                 pipeline = import_class(policy.pipeline).from_pretrained(policy.folder, **parts)
                 pipe.append(pipeline.to(policy.device))
-            return policy.embed(pipe[0], list(group))  # a copy: Z-Image's pipeline changes the list
+            return policy.embed(
+                pipe[0], list(prompts)
+            )  # a copy: Z-Image's pipeline changes the list
         except (InputError, MemoryError, torch.OutOfMemoryError, torch.AcceleratorError):
             raise  # caused by the machine, not by the model
         except Exception as error:  # transformers and diffusers raise exceptions of many types
@@ -283,20 +285,23 @@ def prompt_key(policy: Any) -> str:  # sha256 in hex
 
 @torch.no_grad()
 def _encode_in_memory(
-    policy: Any,  # with `pipe`
+    policy: Any,  # with its pipeline in memory, as `pipe`
     prompts: list[str],  # one text per row
-    batch: int = 64,  # prompts encoded at once
+    batch_size: int = 64,  # prompts encoded at once
 ) -> dict[str, Tensor]:
-    """Encode prompts with a pipeline in memory, without the store on disk."""
-    groups = [
-        policy.embed(policy.pipe, list(prompts[start : start + batch]))
-        for start in range(0, len(prompts), batch)
+    """Encode prompts with a pipeline in memory, without the cache on disk."""
+    batches = [
+        policy.embed(policy.pipe, list(prompts[start : start + batch_size]))
+        for start in range(0, len(prompts), batch_size)
     ]
-    return {name: torch.cat([rows[name] for rows in groups]) for name in groups[0]}
+    return {name: torch.cat([rows[name] for rows in batches]) for name in batches[0]}
 
 
-def _rows_in_float16(rows: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Convert conditioning to float16; raise InputError if a value is too large for it."""
+def _convert_to_float16(rows: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Convert conditioning to float16.
+
+    Raises InputError if a value is too large for float16.
+    """
     converted = {}
     for name, values in rows.items():
         converted[name] = values.half() if values.is_floating_point() else values
@@ -315,26 +320,27 @@ def encode_prompts(
 ) -> dict[str, Tensor]:  # what `embed` returns, one row per prompt
     """Return the conditioning of prompts, from the cache on disk or from the frozen encoders.
 
-    With guidance it also holds the rows of each prompt's negative prompt, under names with `negative_` in front.
+    With classifier-free guidance it also contains the rows of each prompt's negative prompt, keyed by names that begin
+    with `negative_`.
     """
     negatives = policy.negatives(prompts)
-    distinct = list(dict.fromkeys(negatives))
+    distinct_negatives = list(dict.fromkeys(negatives))
     if policy.pipe is not None:  # its encoders are in memory, and they may not be those of a folder
-        rows = _encode_in_memory(policy, [*prompts, *distinct])
+        rows = _encode_in_memory(policy, [*prompts, *distinct_negatives])
     else:
         with lazy_prompt_encoder(policy) as encode:
-            rows = _load_prompt_embeds([*prompts, *distinct], policy.key, encode)
+            rows = _load_prompt_embeds([*prompts, *distinct_negatives], policy.key, encode)
     rows = {name: values.to(policy.device) for name, values in rows.items()}
     if policy.dtype == torch.float16:
-        rows = _rows_in_float16(rows)
+        rows = _convert_to_float16(rows)
     if not negatives:
         return rows
     count = len(prompts)
     conditioning = {name: values[:count] for name, values in rows.items()}
     for name, values in rows.items():
-        if len(distinct) == 1:  # a view of one row
+        if len(distinct_negatives) == 1:  # a view of one row
             negative = values[count:].expand(count, *values.shape[1:])
         else:
-            negative = values[count:][[distinct.index(text) for text in negatives]]
+            negative = values[count:][[distinct_negatives.index(text) for text in negatives]]
         conditioning[f"negative_{name}"] = negative
     return conditioning

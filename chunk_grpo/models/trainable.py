@@ -61,9 +61,9 @@ from chunk_grpo.models.policy import (
     load_policy,
 )
 
-# how long processes wait for each other: one of them may encode prompts or score for long
+# how long processes wait for each other, since one of them may take long to encode prompts or to score
 PROCESS_TIMEOUT = timedelta(hours=2)
-# per type of device: the environment variable that names the compiler, and names to look for
+# type of device -> the environment variable that names the compiler, and the programs to look for
 _COMPILERS = {
     "cpu": ("CXX", "g++", "clang++"),
     "cuda": ("CC", "gcc", "clang", "cc"),
@@ -72,20 +72,20 @@ _COMPILERS = {
 # %% ../../nbs/03_models/04_trainable.ipynb #1ebb5506
 def find_lora_layers(
     net: nn.Module,  # a transformer
-    lora_targets: tuple[str, ...] = (),  # ends of names; empty: those of the family
-    usual: tuple[str, ...] = LORA_TARGETS,  # the family's ends of names, within blocks
+    lora_targets: tuple[str, ...] = (),  # ends of names; empty: `family_targets`
+    family_targets: tuple[str, ...] = LORA_TARGETS,  # ends of the names of layers within blocks
 ) -> list[str]:
     """Return the names of the linear layers to adapt, in the order of the network.
 
     A target is the end of a linear layer's name, or of the name of a module that holds linear layers,
-    such as `to_out`. Raise InputError for a target that means no linear layer.
+    such as `to_out`. Raises InputError if a target matches no linear layer.
     """
     linear = [name for name, layer in net.named_modules() if isinstance(layer, nn.Linear)]
 
-    # The leading dot leaves out layers outside of blocks, such as a final `proj_out`.
+    # The leading dot excludes layers outside of blocks, such as a final `proj_out`.
     if not lora_targets:
-        ends = tuple(f".{target}" for target in usual)
-        lora_targets = tuple(name for name in linear if name.endswith(ends)) or usual
+        ends = tuple(f".{target}" for target in family_targets)
+        lora_targets = tuple(name for name in linear if name.endswith(ends)) or family_targets
 
     chosen = set()
     for target in lora_targets:
@@ -102,14 +102,14 @@ def find_lora_layers(
 
 
 def describe_layers(names: Iterable[str]) -> str:  # names: of layers
-    """Write layers as patterns with the number of layers each, such as blocks.*.attn.to_q (12)."""
+    """Summarise layers as patterns with the number of layers that each matches, such as blocks.*.attn.to_q (12)."""
     counts = Counter(re.sub(r"^(\w+)\.\d+\.", r"\1.*.", name) for name in names)
     return ", ".join(f"{pattern} ({count})" for pattern, count in counts.items())
 
 
 def list_adapted_layers(
-    net: nn.Module,
-) -> list[str]:  # net: a transformer, with or without an adapter
+    net: nn.Module,  # a transformer, with or without an adapter
+) -> list[str]:
     """Return the names of the layers that have a trainable adapter."""
     return [
         name.removesuffix(".lora_A")
@@ -120,12 +120,12 @@ def list_adapted_layers(
 
 def freeze_layers_without_gradient(
     net: Any,  # a transformer, changed in place
-    unread: tuple[str, ...],  # layers of its last block, by name within the block
+    layer_names: tuple[str, ...],  # within the last block
 ) -> None:
-    """Freeze the layers of the last block whose output nothing uses."""
+    """Freeze these layers of the last block, whose output nothing uses."""
     for block in list(find_blocks(net).values())[-1:]:
-        for layer in unread:
-            block.get_submodule(layer).requires_grad_(False)
+        for layer_name in layer_names:
+            block.get_submodule(layer_name).requires_grad_(False)
 
 # %% ../../nbs/03_models/04_trainable.ipynb #5f0629a5
 def make_trainable(
@@ -138,13 +138,12 @@ def make_trainable(
     sharding: str = "none",  # or fsdp: each process holds a shard of all weights but the adapter
     sharding_offload: bool = False,  # keep the sharded base of an adapter in host memory
     sharding_group: int = 0,  # processes that together hold one copy of the weights; 0: all
-    frozen: bool = False,  # for sampling only: all weights keep the format they are stored in
+    frozen: bool = False,  # for sampling only: all weights keep their number format
 ) -> list[nn.Parameter]:  # the weights to optimise, float32
     """Prepare a policy for training and return its trainable weights.
 
-    Full fine-tuning copies the base weights into `policy.base_params`; LoRA adds an adapter. Raise
-    InputError if a target matches no linear layer, or all adapted layers are ones that get no
-    gradient.
+    Full fine-tuning copies the base weights into `policy.base_params`; LoRA adds an adapter. Raises
+    InputError if a target matches no linear layer, or none of the adapted layers gets a gradient.
     """
     net = policy.transformer
     if gradient_checkpointing:
@@ -152,7 +151,7 @@ def make_trainable(
     policy.lora = lora_rank > 0
     policy.sharded = sharding == "fsdp" and not policy.lora
 
-    # Full fine-tuning, sharded: this process keeps its shard of the weights and of the base.
+    # Sharded full fine-tuning: this process keeps its shard of the weights and of the base.
     if policy.sharded:
         trained = shard_model(net, policy.device, policy.dtype, group=sharding_group)
         policy.base_params = [p.to_local().detach().clone() for p in trained]
@@ -180,7 +179,7 @@ def make_trainable(
             )
         for p in trained:
             p.data = p.data.float()
-        # An adapter is small, so every process keeps it whole, and shards what lies under it.
+        # An adapter is small, so every process keeps it whole, and only the base is sharded.
         if sharding == "fsdp":
             shard_model(
                 net, policy.device, policy.dtype, group=sharding_group, offload=sharding_offload
@@ -196,8 +195,8 @@ def make_trainable(
     return [p for p in net.parameters() if p.requires_grad or frozen]
 
 # %% ../../nbs/03_models/04_trainable.ipynb #44be759f
-def _count(parameter: Tensor) -> int:
-    """Return the number of weights of a parameter, which bitsandbytes packs two to a byte."""
+def _count_weights(parameter: Tensor) -> int:
+    """Return the number of weights of a parameter, also if bitsandbytes packed two of them into each byte."""
     state = getattr(parameter, "quant_state", None)
     return math.prod(state.shape) if state is not None else parameter.numel()
 
@@ -205,7 +204,7 @@ def _count(parameter: Tensor) -> int:
 def trained_share(policy: Policy) -> float:  # policy: trainable; returns 0 ... 1
     """Return the share of the transformer's weights that are trained or have an adapter."""
     parameters = dict(policy.transformer.named_parameters())
-    sizes = {name: _count(p) for name, p in parameters.items() if ".lora_" not in name}
+    sizes = {name: _count_weights(p) for name, p in parameters.items() if ".lora_" not in name}
     trained = {name for name, p in parameters.items() if p.requires_grad}
     adapted = {f"{name.split('.lora_')[0]}.base_layer" for name in trained if ".lora_" in name}
     trained_size = sum(
@@ -218,10 +217,14 @@ def trained_share(policy: Policy) -> float:  # policy: trainable; returns 0 ... 
 # %% ../../nbs/03_models/04_trainable.ipynb #7a8ada49
 @torch.no_grad()
 def swap_weights(
-    parameters: Iterable[Tensor],  # changed in place; of sharded ones, this process's shards
-    counterparts: list[Tensor],  # shards of the base or of a moving average; changed in place
+    parameters: Iterable[
+        Tensor
+    ],  # changed in place; if they are sharded, this process's shards are
+    counterparts: list[
+        Tensor
+    ],  # of the base or of a moving average, as local shards; changed in place
 ) -> None:
-    """Exchange the values of two lists of tensors, pair by pair; memory addresses stay."""
+    """Exchange the values of two lists of tensors, pair by pair, without changing memory addresses."""
     for pair in zip(parameters, counterparts, strict=True):
         local, other = (x.to_local() if isinstance(x, DTensor) else x.data for x in pair)
         previous = local.clone()
@@ -236,20 +239,20 @@ def adapter_parameters(policy: Policy) -> list[nn.Parameter]:
 
 @contextlib.contextmanager
 def base_weights(policy: Policy) -> Iterator[None]:  # trainable or not
-    """Give the policy the weights of the base, from which training started, within this context."""
+    """Give the policy the weights of its base, from which training started, within this context."""
 
-    def switch(enable: bool) -> None:
-        """Switch to the trained model if `enable`, else to the base."""
+    def switch(to_trained: bool) -> None:
+        """Switch to the trained weights or to the base."""
         if policy.start_params is not None:
             swap_weights(adapter_parameters(policy), policy.start_params)
-        elif policy.lora and enable:
+        elif policy.lora and to_trained:
             policy.transformer.enable_adapters()
         elif policy.lora:
             policy.transformer.disable_adapters()
         elif policy.base_params is not None:
             swap_weights(policy.transformer.parameters(), policy.base_params)
 
-    # A switch that a SIGTERM cut in two would leave a mixture, which a checkpoint might then hold.
+    # A SIGTERM in the middle of a switch would leave a mixture, which a checkpoint might then save.
     with defer_sigterm() as interruptible:
         switch(False)
         try:
@@ -276,15 +279,15 @@ def save_trained_weights(
         )
     else:
         policy.transformer.save_pretrained(str(folder))
-    # The files are made readable for their owner alone: give them the rights of the folder.
+    # Only the owner may read the files: give them the permissions of the folder.
     for file in Path(folder).glob("*.safetensors"):
         file.chmod(Path(folder).stat().st_mode & 0o666)
 
 # %% ../../nbs/03_models/04_trainable.ipynb #2fda097e
 def read_saved_weights(folder: Path) -> dict[str, Tensor]:  # written by `save_trained_weights`
-    """Read the weights in a folder, by name.
+    """Read the weights in a folder, keyed by name.
 
-    Raise InputError if they are missing or damaged, or a value is not finite.
+    Raises InputError if they are missing or damaged, or a value is not finite.
     """
     files = sorted(Path(folder).glob("*.safetensors"))
     if not files:
@@ -308,7 +311,7 @@ def load_trained_weights(
 ) -> None:
     """Copy saved weights into a policy.
 
-    Raise InputError if the weights are missing, damaged, or those of another model.
+    Raises InputError if the weights are missing or damaged, or belong to another model.
     """
     state = read_saved_weights(folder) if state is None else state
     try:
@@ -322,7 +325,7 @@ def load_trained_weights(
 
 # %% ../../nbs/03_models/04_trainable.ipynb #2058e94a
 def attention_problem(
-    name: str,  # of diffusers' AttentionBackendName
+    name: str,  # one of diffusers' AttentionBackendName
     device: torch.device,  # where the attention computes
     dtype: torch.dtype,  # of the forward pass
     *,
@@ -331,7 +334,7 @@ def attention_problem(
 ) -> str:  # empty if it works
     """Try an attention backend on a small tensor, forward and backward, and return why it fails.
 
-    Queries and keys keep the number format of the weights, as they do behind a norm in a network that
+    Queries and keys keep the number format of the weights, as they do after a norm in a network that
     runs under autocast. Torch's kernels cast them; those of other packages do not.
     """
     shape = (1, 64, 2, 64)  # images, tokens, heads, channels
@@ -352,15 +355,18 @@ def attention_problem(
 
 
 def check_attention_backend(
-    name: str,  # of diffusers' AttentionBackendName
-    network: nn.Module,  # the transformer, perhaps on meta
+    name: str,  # one of diffusers' AttentionBackendName
+    network: nn.Module,  # the transformer; it may be on the meta device
     device: torch.device,  # where it computes
     dtype: torch.dtype,  # of the forward pass
     *,
     stored: torch.dtype,  # of the weights
     masked: bool,  # True if the family passes attention masks
 ) -> None:
-    """Raise InputError if the transformer or this machine cannot use an attention backend, with those that work."""
+    """Raise InputError unless an attention backend works with the transformer on this machine.
+
+    The error lists the backends that work.
+    """
     processors = [getattr(module, "processor", None) for module in network.modules()]
     is_chosen_by_layers = any(hasattr(processor, "_attention_backend") for processor in processors)
     if not is_chosen_by_layers or not hasattr(network, "set_attention_backend"):
@@ -372,7 +378,7 @@ def check_attention_backend(
     problem = attention_problem(name, device, dtype, **formats)
     if not problem:
         return
-    # Torch's own choice always works; to try a backend of the hub would download it.
+    # Torch's own choice always works; trying a backend from the hub would download it.
     names = [backend.value for backend in AttentionBackendName]
     others = [x for x in names if x != "native" and not x.endswith("_hub")]
     working = [x for x in others if not attention_problem(x, device, dtype, **formats)]
@@ -387,7 +393,10 @@ def set_attention_backend(
     policy: Policy,  # changed in place
     name: str,  # native: torch's choice except cuDNN's; or another of AttentionBackendName
 ) -> None:
-    """Fix the attention backend of the transformer; raise InputError as `check_attention_backend` does."""
+    """Set the attention backend of the transformer.
+
+    torch may use cuDNN's kernel only if `name` is `_native_cudnn`. Raises InputError as `check_attention_backend` does.
+    """
     # torch must never choose cuDNN by itself: github.com/pytorch/pytorch 196678
     torch.backends.cuda.enable_cudnn_sdp(name == "_native_cudnn")
     if name == "native":
@@ -401,7 +410,7 @@ def set_attention_backend(
         stored=next(x.dtype for x in weights if x.is_floating_point()),
         masked=policy.masks_attention,
     )
-    # diffusers also sets its global choice, which the context restores.
+    # diffusers also changes its global choice, which the context manager restores.
     with attention_backend("native"):
         policy.transformer.set_attention_backend(name)
 
@@ -417,10 +426,12 @@ def _check_compiler(device: torch.device) -> None:
         )
 
 
-def compile_blocks(policy: Policy) -> None:  # policy: its transformer not wrapped by a trainer yet
+def compile_blocks(
+    policy: Policy,
+) -> None:  # policy: with a transformer that no trainer has wrapped yet
     """Make torch compile the transformer's blocks at their first forward pass.
 
-    Raise InputError if this machine has no compiler.
+    Raises InputError if this machine has no compiler.
     """
     _check_compiler(policy.device)
     # Beyond these limits torch stops compiling without a warning, which changes the last digits.
@@ -437,7 +448,7 @@ def read_network(
     folder: Path,  # a model's, as `locate_model` returns it
     family: str = "",  # as for `check_pipeline_folder`
 ) -> tuple[str, nn.Module]:
-    """Return the name of a model's pipeline class, and its transformer on meta, without weights."""
+    """Return the name of a model's pipeline class, and its transformer on the meta device, without weights."""
     policy_class = find_family(check_pipeline_folder(folder, family))
     file = "transformer/config.json"
     network = build_meta_network(
@@ -462,20 +473,20 @@ def load_trainable_policy(
     sharding_group: int = 0,  # processes that together hold one copy of the weights; 0: all
     compile: bool = False,  # compile the transformer's blocks
     attention: str = "native",  # attention backend, a name of diffusers
-    frozen: bool = False,  # for sampling only: half the memory if the forward is bfloat16
+    frozen: bool = False,  # for sampling only: half the memory if the forward pass is in bfloat16
     family: str = "",  # a class of your own, as file.py:Class; empty: the model's pipeline decides
-    **given: Any,  # to `policy.load_policy`
+    **load_options: Any,  # further arguments of `policy.load_policy`
 ) -> Policy:  # with `.trained`, the list of weights to optimise
     """Load a policy by its model's name and make it trainable.
 
-    Raise InputError as `policy.load_policy` and `make_trainable` do, if this machine cannot compile
-    or has no such attention backend, and if these weights cannot be sharded or offloaded.
+    Raises InputError in the same cases as `policy.load_policy` and `make_trainable`, if this machine has no compiler or
+    cannot use the attention backend, and if the arguments contradict each other.
     """
     stored = dtype if lora_rank or sharding != "none" or frozen else "float32"
 
     # Check what can be checked before the weights are read.
-    quantization = given.get("quantization", "none")
-    check_quantization(quantization, torch.device(given.get("device", "cpu")))
+    quantization = load_options.get("quantization", "none")
+    check_quantization(quantization, torch.device(load_options.get("device", "cpu")))
     if quantization != "none" and not lora_rank:
         raise InputError(
             f"`quantization` must be none without an adapter (`lora_rank` 0); got {quantization}"
@@ -495,13 +506,13 @@ def load_trainable_policy(
             f"`lora_targets` must be empty without an adapter (`lora_rank` 0); got {', '.join(lora_targets)[:80]}"
         )
     if compile:
-        _check_compiler(torch.device(given.get("device", "cpu")))
+        _check_compiler(torch.device(load_options.get("device", "cpu")))
     if attention != "native":
         policy_class = find_family(check_pipeline_folder(locate_model(model), family))
         check_attention_backend(
             attention,
             read_network(locate_model(model), family)[1],
-            torch.device(given.get("device", "cpu")),
+            torch.device(load_options.get("device", "cpu")),
             TORCH_DTYPES.get(dtype, torch.float32),  # `load_policy` rejects others
             stored=TORCH_DTYPES.get(stored, torch.float32),
             masked=policy_class.masks_attention,
@@ -511,10 +522,10 @@ def load_trainable_policy(
         find_lora_layers(network, tuple(lora_targets))
 
     policy = load_policy(
-        model, dtype=dtype, weights=stored, host=sharding != "none", family=family, **given
+        model, dtype=dtype, weights=stored, host=sharding != "none", family=family, **load_options
     )
     set_attention_backend(policy, attention)
-    # Sharding changes the class of blocks, so they are compiled before.
+    # Sharding changes the class of blocks, so they are compiled first.
     if compile:
         compile_blocks(policy)
     policy.trained = make_trainable(
@@ -533,13 +544,13 @@ def load_trainable_policy(
 
 # %% ../../nbs/03_models/04_trainable.ipynb #13d878c7
 def full_tensor(tensor: Tensor) -> Tensor:  # tensor: a shard, or whole already
-    """Return the whole tensor; every process has to call this."""
+    """Return the whole tensor; every process must call this."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def shard_model(
     net: Any,  # a transformer of diffusers, changed in place
-    device: torch.device,  # that computes
+    device: torch.device,  # where the network computes
     dtype: torch.dtype,  # of the forward passes
     group: int = 0,  # processes that together hold one copy of the weights; 0: all
     offload: bool = False,  # keep the shards in host memory; for the base of an adapter
@@ -547,15 +558,15 @@ def shard_model(
     """Keep only this process's shard of every weight, in float32, and make all weights trainable.
 
     If the network has an adapter, the adapter stays whole, and the base stays frozen and in its
-    number format. It works block after block, so that no device holds the whole network.
+    number format. Blocks are sharded one after the other, so that no device holds the whole network.
     """
     adapter = {p for name, p in net.named_parameters() if ".lora_" in name}
-    # Gathered weights of a base have the number format in which they are stored.
-    low = None if adapter or dtype == torch.float32 else dtype
-    mixed = MixedPrecisionPolicy(
-        param_dtype=low, reduce_dtype=torch.float32, cast_forward_inputs=False
+    # The gathered weights of an adapter's base keep the number format in which they are stored.
+    param_dtype = None if adapter or dtype == torch.float32 else dtype
+    mixed_precision = MixedPrecisionPolicy(
+        param_dtype=param_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
-    # Nothing changes the returned view in place.
+    # The warning is about changing the returned view in place, which nothing does.
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")
     if not dist.is_initialized():
         dist.init_process_group(
@@ -580,7 +591,7 @@ def shard_model(
         fully_shard(
             module,
             mesh=mesh,
-            mp_policy=mixed,
+            mp_policy=mixed_precision,
             offload_policy=host_memory if offload else OffloadPolicy(),
             reshard_after_forward=True,
             ignored_params=adapter,
@@ -593,13 +604,13 @@ def shard_model(
 def gather_model(
     net: nn.Module,  # sharded
 ) -> nn.Module | None:  # on the CPU in the first process, None in the others
-    """Gather the whole network; every process has to call this."""
+    """Gather the shards into a whole network in the first process; every process must call this."""
     state = get_model_state_dict(
         net, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
     )
     if dist.get_rank():
         return None
-    # `fully_shard` puts a class of its own before the network's class of diffusers.
+    # `fully_shard` gave the network a subclass of its class in diffusers, which is the one to find.
     network_class = next(
         c
         for c in type(net).__mro__
