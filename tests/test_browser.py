@@ -61,10 +61,10 @@ def test_report_is_a_page_for_people(page, report):
     page.goto(report.as_uri())
     headings = page.eval_on_selector_all("h2", "found => found.map(h => h.textContent.trim())")
     assert headings == [
-        "Along the training",
+        "During training",
         "Before and after",
         "Scores on held-out prompts",
-        "The reward while training",
+        "The reward during training",
         "Clip fraction and ratio, chunk by chunk",
         "Norm of the gradient",
         "Alarms",

@@ -155,7 +155,7 @@ def test_methods_and_pipelines_of_the_front_page_are_those_of_the_package():
     methods = {name: row for name, row in every.items() if not row.get("contender")}
     ours = len(every) - len(methods)
     words = {8: "Eight"}  # as the sentence writes the number
-    assert f"{words[ours]} more rows are contenders of ours" in README
+    assert f"{words[ours]} more rows are candidates of our own" in README
     assert (
         f"with {len(methods) - 1} other published methods" in README
         and f"**{len(methods)} methods**" in README
