@@ -43,7 +43,7 @@ def sample_chunks(
         rows = []
         for image, image_chunks in enumerate(chunks):
             chosen = sample_chunks(
-                paths.of_image(image),
+                paths.select_image(image),
                 image_chunks,
                 fraction=fraction,
                 weighting=weighting,

@@ -83,7 +83,7 @@ def _score_completions(
     """
     paths = context.trajectories
     of_sizes = []
-    for images in paths.slices_of_one_size:
+    for images in paths.equal_size_slices:
         if paths.sizes is not None:
             state.policy.set_resolution(paths.sizes[images.start])
         image = torch.arange(len(paths.keys))[images]
