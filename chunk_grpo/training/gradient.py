@@ -20,7 +20,7 @@ from torch import Tensor
 from .. import InputError
 from .replay import ChunkTerms, ReplayContext
 from .method import Method
-from .hook_checks import check_floats, read_only, wrong_return
+from .hook_checks import check_floats, forbid_writes, return_value_error
 from .update_batch import UpdateBatch
 
 # %% ../../nbs/07_training/08_gradient.ipynb #c1997aa1
@@ -37,10 +37,10 @@ def replay_transitions(
     sizes = context.trajectories.sizes
     if sizes is not None:  # all transitions of a batch have one
         context.policy.set_resolution(sizes[int(image[0])])
-    with read_only(method, "replay", context.trajectories):
+    with forbid_writes(method, "replay", context.trajectories):
         replayed = method.replay(context, image, index, anchor)
     if not (isinstance(replayed, tuple) and len(replayed) == 2):
-        raise wrong_return(
+        raise return_value_error(
             method=method,
             hook="replay",
             allowed="the transition statistics and the KL penalty",
@@ -69,13 +69,15 @@ def check_transition_stats(
         return
     allowed = f"a tuple of finite tensors (m, ...), here ({count}, ...)"
     if not isinstance(transition_stats, tuple | list) or not transition_stats:
-        raise wrong_return(
+        raise return_value_error(
             method=method, hook="transition_stats", allowed=allowed, value=transition_stats
         )
     for value in transition_stats:
         right = isinstance(value, Tensor) and value.ndim > 0 and len(value) == count
         if not (right and bool(value.isfinite().all())):
-            raise wrong_return(method=method, hook="transition_stats", allowed=allowed, value=value)
+            raise return_value_error(
+                method=method, hook="transition_stats", allowed=allowed, value=value
+            )
     if method.has_log_prob:
         check_floats(
             method=method,
@@ -347,10 +349,12 @@ def check_chunk_metrics(
         return
     allowed = f"tensors of shape (N,), here ({count},), by name"
     if not isinstance(items, dict) or not items:
-        raise wrong_return(method=method, hook="chunk_metrics", allowed=allowed, value=items)
+        raise return_value_error(method=method, hook="chunk_metrics", allowed=allowed, value=items)
     for value in items.values():
         if not (isinstance(value, Tensor) and value.shape == (count,)):
-            raise wrong_return(method=method, hook="chunk_metrics", allowed=allowed, value=value)
+            raise return_value_error(
+                method=method, hook="chunk_metrics", allowed=allowed, value=value
+            )
     method.checked.add("chunk_metrics")
 
 

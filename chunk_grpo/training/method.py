@@ -31,7 +31,7 @@ from ..theory.sharing import Sharing, merge_transitions, rollout_forwards, share
 from ..theory.windows import Window
 from ..planning.counts import IterationCounts, transitions_per_image
 from .chunk_sampling import sample_chunks
-from .hook_checks import check_floats, copy_decay
+from .hook_checks import check_floats, reference_decay
 from .replay import ChunkTerms, ReplayContext, TransitionBatch
 from .rollout import Trajectories
 
@@ -624,7 +624,7 @@ def check_settings_of_method(method: "Method") -> None:
         )
     for name in method.reference_decays:
         for iteration in range(min(settings.iterations, 1000)):
-            copy_decay(method, name, iteration)
+            reference_decay(method, name, iteration)
     if settings.credit == "scale" and "gain" not in settings.credit_of:
         raise InputError(
             "`credit` must be group, batch, none, sum, gdpo or wins unless `credit_of` is gain or "

@@ -32,8 +32,8 @@ from chunk_grpo.training.hook_checks import (
     check_floats,
     check_partition,
     check_selected_chunks,
-    copy_decay,
-    read_only,
+    reference_decay,
+    forbid_writes,
 )
 from .method import Method
 from .replay import ReplayContext
@@ -99,7 +99,7 @@ def build_update_batches(
     # Partition the trajectories into chunks, and draw those that are trained.
     shares = split_updates(paths.keys, settings.images_per_prompt, settings.updates_per_iteration)
     trainable_steps = method.trainable_steps(paths.sampler)
-    with read_only(method, "partition", paths):
+    with forbid_writes(method, "partition", paths):
         chunks = method.partition(paths, state.profile.clone())
     check_partition(
         method=method,
@@ -108,7 +108,7 @@ def build_update_batches(
         chunks=chunks,
         images=len(paths.keys),
     )
-    with read_only(method, "select_chunks", paths):
+    with forbid_writes(method, "select_chunks", paths):
         chosen = method.select_chunks(paths, chunks, state.profile.clone(), state.iteration)
     check_selected_chunks(
         method=method,
@@ -249,7 +249,7 @@ class Update:
 def _update_copies(state: TrainingState) -> None:
     """Move each copy of the weights that the method keeps toward the present weights."""
     for name in state.method.reference_decays:
-        decay = copy_decay(state.method, name, state.iteration)
+        decay = reference_decay(state.method, name, state.iteration)
         for copy, p in zip(state.reference_weights[name], state.policy.trained, strict=True):
             copy.copy_(decay * copy + (1 - decay) * p.detach())
 
