@@ -42,7 +42,7 @@ def _score_completions_of_one_size(
 
     final = complete_states(
         policy=policy,
-        conditioning=context.prompt_embeds_of(first),
+        conditioning=context.rows(first),
         latents=paths.latents_at(first, start).float(),
         options=rollout_options(state, paths.sampler),
         levels=levels,

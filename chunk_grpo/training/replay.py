@@ -33,12 +33,12 @@ class ReplayContext:
         None  # (B,) bool: the images that the anchor's penalty applies to; None: all
     )
 
-    def prompt_embeds_of(
+    def rows(
         self,
-        image_index: Tensor,  # (m,) positions of images in the trajectories
+        image: Tensor,  # (m,) positions of images in the trajectories
     ) -> dict[str, Tensor]:
         """Return the encoded prompts of images, one row per image."""
-        prompt_index = self.trajectories.prompt_index[image_index]
+        prompt_index = self.trajectories.prompt_index[image]
         return {name: rows[prompt_index] for name, rows in self.conditioning.items()}
 
     @contextlib.contextmanager
@@ -70,7 +70,7 @@ class ReplayContext:
         reference name.
         """
         policy = self.policy
-        prompt_embeds = self.prompt_embeds_of(image)
+        prompt_embeds = self.rows(image)
         network_sigma = compute_network_sigma(policy, self.trajectories.sampler.sigmas[index])
 
         # A reference that is named twice takes one forward pass.
