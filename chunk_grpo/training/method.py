@@ -336,7 +336,7 @@ class Method:
         new: tuple[Tensor, ...],  # transition statistics of the current weights, with graph
         old: tuple[Tensor, ...],  # transition statistics of the weights before the first update
     ) -> Tensor:  # (m,) or (m, statistic_size)
-        """Compute the statistic of each transition, such as its log-ratio, whose mean over a chunk sample is trained."""
+        """Compute the statistic of each transition, such as its log-ratio, which chunk samples then average."""
         if len(new) == 1:
             return new[0] - old[0] if self.has_ratio else new[0]
         shift = surrogates.mean_shift(new[1], old[1], new[2])
@@ -655,9 +655,9 @@ def check_settings_of_method(method: "Method") -> None:
 
 
 def check_sampled_steps(method: "Method") -> None:
-    """Raise InputError if an iteration has no trainable steps, or only deterministic ones where ratios need noise.
+    """Raise InputError unless every iteration has trainable steps, with noise where the method takes ratios.
 
-    At most the first 1000 iterations are checked.
+    The chunks and step weights must fit these steps too. At most the first 1000 iterations are checked.
     """
     settings = method.settings
     is_steady = type(method).sampler is Method.sampler and method.window.kind in ("all", "frozen")
