@@ -233,7 +233,7 @@ def test_methods_train_groups_of_several_sizes(name, tmp_path):
         assert "latent_numel" not in profile and min(profile["mean"]) >= 0
         update = update_policy(state, rollout)
         assert all(map(math.isfinite, update.norms)) and max(update.norms) > 0
-        assert all(floor < 1e-4 for floor in update.floors)
+        assert all(error < 1e-4 for error in update.ratio_errors)
         assert state.policy.resolution == 64
         state.iteration += 1
     assert len(sampled) > 1

@@ -203,7 +203,7 @@ def collect_metrics(
         "skipped_updates": int(np.sum(~np.isfinite(norms))),
         **({"loss_scale": state.scaler.get_scale()} if state.scaler is not None else {}),
         **dict(
-            zip(("ratio_floor", "ratio_floor_rollout"), update.floors, strict=False)
+            zip(("ratio_floor", "ratio_floor_rollout"), update.ratio_errors, strict=False)
         ),  # in the first iteration
         "kl": kl.mean().item(),
         **above,
