@@ -120,7 +120,7 @@ def test_processes_draw_the_prompts_and_sizes_of_one(tmp_path):
     for i in range(5):
         parts = [share.local_prompts(i) for share in shares]
         assert sorted(parts[0] + parts[1]) == sorted(alone.local_prompts(i))
-        assert shares[1].prompts_of_all(i) == parts[0] + parts[1]
+        assert shares[1].all_prompts(i) == parts[0] + parts[1]
         for share, part in zip(shares, parts, strict=True):
             sizes = [share.size_of(i, p) for p in part]
             assert sizes == [alone.size_of(i, p) for p in part]

@@ -168,7 +168,7 @@ def collect_metrics(
     trained, kl = (
         gather(torch.tensor([x], device=device)).cpu() for x in (trained, kl / len(update.stats))
     )
-    drawn = state.prompts_of_all(state.iteration - 1)
+    drawn = state.all_prompts(state.iteration - 1)
     texts = [state.prompts[p] for p in drawn]  # of all processes, in their order
     above = (
         above_base_metrics(state=state, scores=rollout.scores, base=base, texts=texts)

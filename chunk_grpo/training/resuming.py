@@ -42,11 +42,11 @@ def save_checkpoint(state: TrainingState) -> Path:  # its folder
             "weights": _named(state.policy.trained),
             "optimizer": checkpoints.flatten_optimizer(state.optimizer),
         }
-        groups |= {name: _named(copy) for name, copy in state.averages().items()}
+        groups |= {name: _named(copy) for name, copy in state.averaged_weights().items()}
         rest = {
             "ema_step": state.ema.optimization_step if state.ema else 0,
-            "seconds": state.total,
-            "seconds_cpu": state.cpu,
+            "seconds": state.seconds,
+            "seconds_cpu": state.cpu_seconds,
         }
         if state.scaler is not None:
             scaler = state.scaler.state_dict()
@@ -80,7 +80,9 @@ def _read_checkpoint(
             rest = files.read_json(folder / "state.json", files.CheckpointState)
             rest["profile"] = files.read_json(folder / "profile.json", files.RunProfile)["mean"]
             groups = checkpoints.read_tensors(folder, _named(state.policy.trained))
-            why = checkpoints.tensor_problem(groups, state.policy.trained, list(state.averages()))
+            why = checkpoints.tensor_problem(
+                groups, state.policy.trained, list(state.averaged_weights())
+            )
             problem = why and str(checkpoints.damaged(folder, why))
         except InputError as error:
             problem = str(error)
@@ -145,11 +147,11 @@ def resume(
     if folder is None:
         return
     with torch.no_grad():
-        for name, tensors in {"weights": state.policy.trained, **state.averages()}.items():
+        for name, tensors in {"weights": state.policy.trained, **state.averaged_weights()}.items():
             for i, x in enumerate(tensors):
                 x.copy_(groups[name][str(i)])
     checkpoints.load_optimizer_tensors(state.optimizer, groups["optimizer"])
-    state.iteration, state.total, state.cpu = (
+    state.iteration, state.seconds, state.cpu_seconds = (
         rest["iteration"],
         rest["seconds"],
         rest["seconds_cpu"],

@@ -79,12 +79,12 @@ def train_iteration(state: TrainingState) -> dict:  # the iteration's metrics
         )
         files.write_json(state.run / "profile.json", profile | {"chunks": str(chunks)})
     # The clocks belong to the state, so a resumed run continues them.
-    state.total += time.perf_counter() - start
-    state.cpu += time.process_time() - cpu
+    state.seconds += time.perf_counter() - start
+    state.cpu_seconds += time.process_time() - cpu
     return line | {
         "seconds": dict(rollout.seconds),
-        "seconds_total": state.total,
-        "seconds_cpu_total": state.cpu,
+        "seconds_total": state.seconds,
+        "seconds_cpu_total": state.cpu_seconds,
     }
 
 # %% ../../nbs/07_training/17_trainer.ipynb #3ed97d9a

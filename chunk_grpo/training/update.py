@@ -147,7 +147,7 @@ def build_update_batches(
                 images=trained,
                 chosen=chosen,
                 chunks=chunks,
-                limit=state.limit,
+                limit=state.transitions_per_forward,
                 weights=weights,
                 stochastic=trainable_steps,
                 sizes=paths.sizes,
