@@ -24,7 +24,7 @@ from .metrics import collect_metrics, evaluate_held_out
 from chunk_grpo.training.resuming import (
     check_weights_are_finite,
     interruptible,
-    newest_folder,
+    last_checkpoint_folder,
     resume,
     save_checkpoint,
     save_final_weights,
@@ -133,7 +133,7 @@ def train_run(
         def save_interrupted() -> None:
             """Write a checkpoint of the last finished iteration, unless there is one."""
             writes = state.policy.sharded or state.accelerator.is_main_process
-            if state.iteration and writes and not newest_folder(state).is_dir():
+            if state.iteration and writes and not last_checkpoint_folder(state).is_dir():
                 with machine.defer_sigterm():
                     folder = save_checkpoint(state)
                     say(f"interrupted; the checkpoint of iteration {state.iteration} is written")
