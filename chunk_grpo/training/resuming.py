@@ -90,10 +90,10 @@ def _read_checkpoint(
             values = files.read_json(folder / "state.json", files.CheckpointState)
             values["profile"] = files.read_json(folder / "profile.json", files.RunProfile)["mean"]
             groups = checkpoints.read_tensors(folder, _key_by_position(state.policy.trained))
-            why = checkpoints.tensor_problem(
-                groups, state.policy.trained, list(state.averaged_weights())
-            )
-            problem = why and str(checkpoints.damaged(folder, why))
+            averages = list(state.averaged_weights())
+            problem = checkpoints.tensor_problem(groups, state.policy.trained, averages)
+            if problem:
+                problem = str(checkpoints.damaged(folder, problem))
         except InputError as error:
             problem = str(error)
     return groups, values, next(filter(None, gather_object([problem])), "")
@@ -113,7 +113,6 @@ def _restore_log(
         done = max(map(int, re.findall(rb'"iteration": ([0-9]{1,9})', text)), default=0)
         if done:
             say(f"warning: {run} has no checkpoint; its {done} iterations are repeated")
-    if folder is None:
         contents = {metrics: b""}
     else:
         stored = [folder / name for name in checkpoints.COPIED_FILES]
