@@ -20,10 +20,10 @@ from ..core.imports import import_callable
 from ..core.settings import ALARMS, Settings, named_code
 from ..theory.surrogates import Surrogate
 
-MAX_IDLE_ITERATIONS = 3  # iterations in a row without an update, after which a run ends
-_ALARM_ITERATIONS = 3  # iterations for which an alarm must hold
-_MEAN_ITERATIONS = 5  # iterations of a mean, at the beginning and at the end of a run
-_QUIET_ITERATIONS = 10  # iterations in which an alarm must not have stood
+MAX_IDLE_ITERATIONS = 3  # a run ends after so many consecutive iterations without an update
+_ALARM_ITERATIONS = 3  # consecutive iterations in which an alarm's condition must hold
+_MEAN_ITERATIONS = 5  # iterations in the means over the beginning and the end of a run
+_QUIET_ITERATIONS = 10  # an alarm is raised only if it did not hold in so many iterations before
 
 # %% ../../nbs/07_training/16_callbacks.ipynb #c3b10003
 class StopTraining(InputError):
