@@ -82,9 +82,8 @@ def load_callback(
 
 
 def as_callbacks(
-    given: Sequence[
-        Callback | Callable | str
-    ],  # callbacks, functions for `on_log`, or paths of either
+    # callbacks, functions for `on_log`, or paths of either
+    given: Sequence[Callback | Callable | str],
 ) -> list[Callback]:
     """Convert functions, and paths of functions and callbacks, to Callback objects."""
     loaded = [load_callback(item) if isinstance(item, str) else item for item in given]
@@ -102,6 +101,7 @@ def format_progress(
     """
 
     def format_number(x, form: str = ".4f") -> str:
+        """Format a number, or return a dash if there is none or it is huge."""
         return format(x, form) if isinstance(x, (int, float)) and abs(x) < 1e15 else "\u2013"
 
     omitted = ("_se", "_hybrid") if log else ("_se",)
@@ -219,10 +219,14 @@ def _clip_range_setting(
     return "surrogate", None
 
 
-def _clip_alarm(lines: Sequence[dict], settings: Settings) -> str:
+def _clip_alarm(
+    lines: Sequence[dict],  # of metrics, oldest first
+    settings: Settings,
+) -> str:
     """Return a warning if clipping removes nearly all gradients of the later updates, otherwise an empty string."""
 
     def clipped_share(line: dict) -> float:
+        """Return the mean clip fraction of the chunks that were sampled."""
         fractions = [x for x in line.get("clip_fraction") or [] if x is not None]
         return sum(fractions) / len(fractions) if fractions else 0.0
 
@@ -237,7 +241,10 @@ def _clip_alarm(lines: Sequence[dict], settings: Settings) -> str:
     )
 
 
-def _floor_alarm(lines: Sequence[dict], settings: Settings) -> str:
+def _ratio_error_alarm(
+    lines: Sequence[dict],  # of metrics, oldest first
+    settings: Settings,
+) -> str:
     """Return a warning if rounding errors of the ratio come close to the clip range, otherwise an empty string."""
     ratio_error = lines[-1].get("ratio_floor") or 0.0
     name, clip_range = _clip_range_setting(settings)
@@ -249,7 +256,10 @@ def _floor_alarm(lines: Sequence[dict], settings: Settings) -> str:
     return f"the ratio error before the first update, {ratio_error:.1e}, is at least a tenth of {limit}"
 
 
-def _flat_alarm(lines: Sequence[dict], settings: Settings) -> str:
+def _flat_alarm(
+    lines: Sequence[dict],  # of metrics, oldest first
+    settings: Settings,
+) -> str:
     """Return a warning if every group has equal rewards, otherwise an empty string."""
     is_flat = _holds_in_a_row(
         lines,
@@ -259,13 +269,17 @@ def _flat_alarm(lines: Sequence[dict], settings: Settings) -> str:
     return warning if is_flat else ""
 
 
-def _norm_alarm(lines: Sequence[dict], settings: Settings) -> str:
+def _norm_alarm(
+    lines: Sequence[dict],  # of metrics, oldest first
+    settings: Settings,
+) -> str:
     """Return a warning if the gradient explodes, otherwise an empty string.
 
     Its norm must exceed ten times the median of the five to twenty finite norms before it, three times in a row.
     """
 
     def is_high(lines: Sequence[dict]) -> bool:
+        """Return True if the last norm exceeds ten times the median of those before it."""
         norms = [
             math.nan if line.get("grad_norm") is None else line["grad_norm"] for line in lines[-21:]
         ]
@@ -299,7 +313,10 @@ def _first_and_last(
     return statistics.fmean(first), statistics.fmean(last), error
 
 
-def _hacking_alarm(lines: Sequence[dict], settings: Settings) -> str:
+def _hacking_alarm(
+    lines: Sequence[dict],  # of metrics, oldest first
+    settings: Settings,
+) -> str:
     """Return a warning if the training reward rises while a held-out score falls, otherwise an empty string."""
     reward = _first_and_last(lines, "reward_mean")
     if reward is None:
@@ -356,7 +373,7 @@ def _image_alarm(
 # functions (lines of metrics, settings) -> warning, empty if there is none, keyed by alarm
 _ALARMS = {
     "clip_fraction": _clip_alarm,
-    "ratio_floor": _floor_alarm,
+    "ratio_floor": _ratio_error_alarm,
     "flat_groups": _flat_alarm,
     "gradient_norm": _norm_alarm,
     "hacking": _hacking_alarm,

@@ -86,9 +86,8 @@ def _hash_manifest(
 def write_manifest(
     folder: Path,  # of a checkpoint whose other files are complete
     about: Mapping,  # iteration, run_id and settings of the checkpoint
-    digests: Mapping[str, str] = MappingProxyType(
-        {}
-    ),  # sha256 of files hashed already, keyed by name
+    # sha256 of files that are hashed already, keyed by name
+    digests: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
     """Write manifest.json with the sha256 of every file in the folder, and what the checkpoint belongs to."""
     content = {
@@ -272,9 +271,8 @@ def is_finite(
 def tensor_problem(
     groups: Groups,  # tensors of a checkpoint
     trained: Sequence[Tensor],  # the weights to which they belong
-    averages: Sequence[
-        str
-    ] = (),  # names of required groups of averaged weights: ema, reference weights
+    # names of the required groups of averaged weights: ema, and reference weights
+    averages: Sequence[str] = (),
 ) -> str:
     """Describe why tensors of a checkpoint cannot be used; return an empty string if they can."""
     shapes = {str(i): p.shape for i, p in enumerate(trained)}

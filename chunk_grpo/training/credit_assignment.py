@@ -39,9 +39,8 @@ def _score_completions_of_one_size(
         images_per_state = state.settings.images_per_prompt
     # One image of each distinct state is enough.
     distinct = image_index[::images_per_state]
-    prompts = [
-        paths.keys[i].prompt for i in image_index.tolist()
-    ]  # position of each image's prompt
+    # position of each image's prompt in the list of prompts
+    prompts = [paths.keys[i].prompt for i in image_index.tolist()]
 
     final = complete_states(
         policy=policy,

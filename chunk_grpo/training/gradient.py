@@ -457,9 +457,8 @@ def accumulate_gradients(
     old: tuple[Tensor, ...] | None = None,
     # makes the context of each batch's passes; called with True for the last batch, else with False
     sync: Callable[[bool], Any] = lambda last: contextlib.nullcontext(),
-    backward: Callable[
-        [Tensor], None
-    ] = Tensor.backward,  # runs the backward pass of a batch's loss
+    # runs the backward pass of a batch's loss
+    backward: Callable[[Tensor], None] = Tensor.backward,
     # number of chunk samples to divide by; None: their number in the update batch
     samples_in_mean: float | None = None,
 ) -> UpdateStats:

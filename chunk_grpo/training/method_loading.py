@@ -64,9 +64,8 @@ def _hook_error(
 def call_user_code(
     function: Callable,  # that a user wrote
     *arguments,  # of the function
-    make_error: Callable[
-        [str, str], InputError
-    ],  # (function's name, problem) -> the error to raise
+    # (function's name, problem) -> the error to raise
+    make_error: Callable[[str, str], InputError],
     name: str,  # of the function
 ) -> Any:  # what the function returns
     """Call a user's function; if it fails, raise an InputError that names the line of the user's file.
@@ -243,6 +242,7 @@ def _check_chunks(
     if method.chunker is not None and type(method).chunks is Method.chunks:
 
         def make_error(name: str, problem: str) -> InputError:
+            """Build the error about the user's chunker."""
             return InputError(
                 f"`chunks` must name a chunker that works; {method.settings.chunks} {problem}"
             )
@@ -332,6 +332,7 @@ def _check_surrogate(method: Method) -> None:
     """Raise InputError unless the user's surrogate can be called and returns one number per chunk sample."""
 
     def make_error(name: str, problem: str) -> InputError:
+        """Build the error about the user's surrogate."""
         return InputError(
             f"`surrogate` must name a function that works; {method.settings.surrogate} {problem}"
         )

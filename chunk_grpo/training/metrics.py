@@ -47,12 +47,13 @@ def above_base_metrics(
     state: TrainingState,
     scores: dict[str, Tensor],  # raw scores (B,) each, keyed by reward
     base: dict[str, Tensor],  # raw scores of the base's images, of `score_base`, keyed by reward
-    texts: Sequence[str]
-    | None = None,  # prompt of each group of all processes; None: all different
-) -> dict[
-    str, float
-]:  # keys above_base_mean, above_base_se, above_base_<reward>, above_base_<reward>_se
-    """Compute how much higher the policy scores than the base on the same prompts, from the same noise."""
+    # prompt of each group of all processes; None: all different
+    texts: Sequence[str] | None = None,
+) -> dict[str, float]:
+    """Compute how much higher the policy scores than the base on the same prompts, from the same noise.
+
+    The result has the keys above_base_mean, above_base_se, and above_base_<reward>, above_base_<reward>_se of each reward.
+    """
     settings = state.settings
 
     def gather_pairs(
@@ -144,8 +145,8 @@ def check_method_metrics(
 # %% ../../nbs/07_training/13_metrics.ipynb #1cd3c96d
 def collect_metrics(
     state: TrainingState,
-    rollout: Rollout,  # of this iteration
-    update: Update,  # of this iteration
+    rollout: Rollout,  # of the finished iteration
+    update: Update,  # the iteration's optimizer steps
     base: dict[str, Tensor] | None = None,  # scores of the base, of `score_base`; None: no baseline
 ) -> dict:  # a line of metrics.jsonl, without seconds and evaluation
     """Collect the metrics of a finished iteration over all processes."""
@@ -228,11 +229,10 @@ def collect_metrics(
 # %% ../../nbs/07_training/13_metrics.ipynb #5af73cca
 def evaluate_held_out(
     state: TrainingState,
-) -> dict[
-    str, float
-]:  # keys eval_<reward> and eval_<reward>_se, and the same with _hybrid after <reward>
+) -> dict[str, float]:
     """Sample images of held-out prompts with the current weights (or their moving average), and score them.
 
+    The result has the keys eval_<reward> and eval_<reward>_se, and those of hybrid inference with _hybrid after <reward>.
     A few of the images are written to `samples/`; every process must call this function.
     """
     settings = state.settings

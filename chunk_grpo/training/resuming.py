@@ -174,7 +174,7 @@ def resume(
     state.profile = torch.tensor(values["profile"], dtype=torch.float64)
 
 # %% ../../nbs/07_training/15_resuming.ipynb #9a38ca0c
-def _end_together(state: TrainingState) -> None:
+def _terminate_together(state: TrainingState) -> None:
     """Raise Terminated in all processes of a sharded run if any of them received SIGTERM."""
     if any(gather_object([machine.sigterm_is_pending()])):
         raise machine.Terminated(128 + signal.SIGTERM)
@@ -184,9 +184,9 @@ def _end_together(state: TrainingState) -> None:
 def interruptible(state: TrainingState) -> Iterator[None]:
     """Let SIGTERM end the run within this context, in which neither weights nor optimizer may change."""
     if state.settings.sharding != "none":
-        _end_together(state)
+        _terminate_together(state)
         yield
-        _end_together(state)
+        _terminate_together(state)
     elif state.accelerator.is_main_process:
         with machine.allow_sigterm():
             yield

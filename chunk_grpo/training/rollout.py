@@ -297,9 +297,8 @@ def _velocity_per_shared_state(
     network_sigma: Tensor,  # (B,)
     step: int,  # index of the transition
     keys: Sequence[ImageKey],  # of each image
-    group_states: list[
-        int
-    ],  # (G,) number of the state in which each image of a group is at this step
+    # (G,) number of the state in which each image of a group is at this step
+    group_states: list[int],
     velocity_cache: dict[tuple, Tensor] | None,  # velocities of earlier batches, as in `sample_sde`
 ) -> Tensor:  # (B, S, C)
     """Compute the velocity once for all images that share a state, and return one row per image."""
