@@ -17,7 +17,7 @@ from chunk_grpo.theory.sampler import Sampler
 from chunk_grpo.training import trainer
 from chunk_grpo.training.callbacks import Callback
 from chunk_grpo.training.chunk_sampling import sample_chunks
-from chunk_grpo.training.gradient import accumulate_gradients, ratio_floor
+from chunk_grpo.training.gradient import accumulate_gradients, max_ratio_error
 from chunk_grpo.training.method import Method
 from chunk_grpo.training.replay import ReplayContext
 from chunk_grpo.training.rollout import RolloutOptions, sample_trajectories
@@ -135,7 +135,7 @@ def test_the_floor_of_the_ratio_is_taken_on_the_gpu():
     )
     with pretended_cuda():
         logp = torch.zeros(len(work.segment), device="cuda")
-        assert ratio_floor(logp, logp, work) == 0.0
+        assert max_ratio_error(logp, logp, work) == 0.0
 
 
 WATCHED = """import torch

@@ -66,12 +66,12 @@ def fresh(run: Path, kind: str) -> State:
         scaler=None,
         ema=None,
         iteration=0,
-        total=0.0,
-        cpu=0.0,
+        seconds=0.0,
+        cpu_seconds=0.0,
         optimizer=torch.optim.AdamW(trained, lr=0.1),
         chunks=None,
         profile=None,
-        averages=dict,
+        averaged_weights=dict,
     )
 
 

@@ -29,7 +29,7 @@ from chunk_grpo.training.chunk_sampling import sample_chunks
 from chunk_grpo.training.gradient import (
     accumulate_gradients,
     compute_transition_stats,
-    ratio_floor,
+    max_ratio_error,
 )
 from chunk_grpo.training.method import Method
 from chunk_grpo.training.replay import ReplayContext
@@ -80,7 +80,7 @@ def test_ratios_are_closer_to_one_than_in_bfloat16(folder):
         context = ReplayContext(model, model.encode(PROMPTS), paths)
         new = compute_transition_stats(context, batch, Method(Settings()))[0]
         old = paths.log_probs[batch.image, batch.step]
-        errors[dtype] = ratio_floor(new, old, batch)
+        errors[dtype] = max_ratio_error(new, old, batch)
     assert 0 <= errors["float32"] < errors["float16"] < errors["bfloat16"] / 2
 
 

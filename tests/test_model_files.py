@@ -335,7 +335,7 @@ def test_a_folder_with_the_embedded_model_s_name_is_measured_itself(tmp_path, mo
     state = load_policy_and_optimizer(prepare_state(run_settings, tmp_path / "run"))
     pair = read_model_config(own), find_model_config("pocket")
     fits, shipped = (fit_update_batch(one, run_settings).update_batch for one in pair)
-    assert state.limit == fits != shipped
+    assert state.transitions_per_forward == fits != shipped
 
 
 def test_a_download_that_was_cut_off_is_rejected_by_the_missing_shard(tmp_path):

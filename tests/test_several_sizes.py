@@ -120,7 +120,7 @@ def test_processes_draw_the_prompts_and_sizes_of_one(tmp_path):
     for i in range(5):
         parts = [share.local_prompts(i) for share in shares]
         assert sorted(parts[0] + parts[1]) == sorted(alone.local_prompts(i))
-        assert shares[1].prompts_of_all(i) == parts[0] + parts[1]
+        assert shares[1].all_prompts(i) == parts[0] + parts[1]
         for share, part in zip(shares, parts, strict=True):
             sizes = [share.size_of(i, p) for p in part]
             assert sizes == [alone.size_of(i, p) for p in part]
@@ -233,7 +233,7 @@ def test_methods_train_groups_of_several_sizes(name, tmp_path):
         assert "latent_numel" not in profile and min(profile["mean"]) >= 0
         update = update_policy(state, rollout)
         assert all(map(math.isfinite, update.norms)) and max(update.norms) > 0
-        assert all(floor < 1e-4 for floor in update.floors)
+        assert all(error < 1e-4 for error in update.ratio_errors)
         assert state.policy.resolution == 64
         state.iteration += 1
     assert len(sampled) > 1

@@ -24,7 +24,7 @@ from chunk_grpo.training.gradient import accumulate_gradients
 from chunk_grpo.training.method import Method
 from chunk_grpo.training.replay import ReplayContext
 from chunk_grpo.training.rollout import RolloutOptions, sample_trajectories
-from chunk_grpo.training.update import measure_ratio_floor
+from chunk_grpo.training.update import measure_ratio_errors
 from chunk_grpo.training.update_batch import build_update_batch
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -275,7 +275,7 @@ def test_compiled_blocks_give_the_same_numbers(tiny):
     work = build_update_batch(torch.arange(4), chosen, Chunks.parse(chunks), limit=6)
     assert [len(part) for part in work.batches] == [5, 6]  # both are filled up to six
     before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    assert measure_ratio_floor(ReplayContext(pair[1], given, paths), work, method)[0] == 0.0
+    assert measure_ratio_errors(ReplayContext(pair[1], given, paths), work, method)[0] == 0.0
     gradients = []
     advantage = torch.tensor([1.0, -0.5, 0.7, -1.2])
     for policy in pair:

@@ -25,10 +25,10 @@ from .state import TrainingState, rollout_options
 def _score_completions_of_one_size(
     state: TrainingState,
     context: ReplayContext,  # trajectories of this iteration
-    levels: Tensor,  # (n + 1,) long, positions in the grid
-    image: Tensor,  # (b,) long, images of one size, whole groups
-) -> dict[str, Tensor]:  # raw scores (b,) by reward
-    """Complete the states of some images, and score the results."""
+    levels: Tensor,  # (n + 1,) long, positions in the grid that the ODE visits
+    image_index: Tensor,  # (b,) long, positions of images of the same size, in whole groups
+) -> dict[str, Tensor]:  # raw scores (b,), keyed by reward
+    """Complete the states of images of the same size, and score the resulting images."""
     start = int(levels[0])
     paths = context.trajectories
     policy = state.policy
@@ -37,34 +37,37 @@ def _score_completions_of_one_size(
     images_per_state = 1
     if is_one_state(state.settings, paths.sampler, start):
         images_per_state = state.settings.images_per_prompt
-    first = image[::images_per_state]
-    numbers = [paths.keys[i].prompt for i in image.tolist()]  # of each image's prompt
+    # One image of each distinct state is enough.
+    distinct = image_index[::images_per_state]
+    # position of each image's prompt in the list of prompts
+    prompts = [paths.keys[i].prompt for i in image_index.tolist()]
 
     final = complete_states(
         policy=policy,
-        conditioning=context.rows(first),
-        latents=paths.latents_at(first, start).float(),
+        conditioning=context.rows(distinct),
+        latents=paths.latents_at(distinct, start).float(),
         options=rollout_options(state, paths.sampler),
         levels=levels,
     )
     images = decode_latents(policy, final, batch)
 
     scores = {}
-    groups = [i // state.settings.images_per_prompt for i in range(len(numbers))]
+    groups = [i // state.settings.images_per_prompt for i in range(len(prompts))]
     for name in state.reward_weights:
         reward = state.rewards[name]
         repeats = images_per_state
         reward_images = images
+        # A reward that compares the images of a group must get all of them.
         if "groups" in extra_inputs(reward):
             reward_images = images.repeat_interleave(images_per_state, 0)
             repeats = 1
-        scored = numbers[::repeats]
+        scored_prompts = prompts[::repeats]
         raw = score_images(
             name=name,
             reward=reward,
             images=reward_images,
-            prompts=[state.prompts[p] for p in scored],
-            records=state.records_of(scored),
+            prompts=[state.prompts[p] for p in scored_prompts],
+            records=state.records_of(scored_prompts),
             groups=groups[::repeats],
         )
         scores[name] = raw.repeat_interleave(repeats)
@@ -74,39 +77,44 @@ def _score_completions_of_one_size(
 def _score_completions(
     state: TrainingState,
     context: ReplayContext,  # trajectories of this iteration
-    levels: Tensor,  # (n + 1,) long, positions in the grid; the states are those at the first
-) -> dict[str, Tensor]:  # raw scores (B,) by reward
-    """Complete the states at the first of the levels by the ODE, and score the images.
+    # (n + 1,) long, positions in the grid that the ODE visits, from the level of the states to the last
+    levels: Tensor,
+) -> dict[str, Tensor]:  # raw scores (B,), keyed by reward
+    """Complete the states at the first of the levels by the ODE, and score the resulting images.
 
-    If all images of a group are in one state, it is completed once and its score is repeated. A reward that compares
-    the images of a group gets as many copies of the image.
+    If all images of a group are in the same state, it is completed once and its score is repeated. A reward that
+    compares the images of a group gets one copy of the completed image for each of them.
     """
     paths = context.trajectories
-    of_sizes = []
-    for images in paths.slices_of_one_size:
+    scores_per_size = []
+    for images in paths.equal_size_slices:
         if paths.sizes is not None:
             state.policy.set_resolution(paths.sizes[images.start])
-        image = torch.arange(len(paths.keys))[images]
-        of_sizes.append(_score_completions_of_one_size(state, context, levels=levels, image=image))
-    return {name: torch.cat([scores[name] for scores in of_sizes]) for name in of_sizes[0]}
+        image_index = torch.arange(len(paths.keys))[images]
+        scores_per_size.append(
+            _score_completions_of_one_size(state, context, levels=levels, image_index=image_index)
+        )
+    return {
+        name: torch.cat([scores[name] for scores in scores_per_size]) for name in scores_per_size[0]
+    }
 
 
 def chunk_gains(
     state: TrainingState,
     context: ReplayContext,  # trajectories of this iteration
-    scores: dict[str, Tensor],  # reward -> raw scores of the images, (B,)
-    # transitions (n,) and gains (B,) by reward of every chunk
+    scores: dict[str, Tensor],  # raw scores of the images, (B,) each, keyed by reward
 ) -> list[tuple[Tensor, dict[str, Tensor]]]:
-    """Compute each chunk's gain: the score of its last state's completion less that of its first (DenseGRPO, 2601.20218).
+    """Compute the gain of each chunk: how much it raises the score of the completed image (DenseGRPO, 2601.20218).
 
-    The chunks come in reverse order, the last first.
+    The gain is the score of the image completed from the state after the chunk minus that from the state before it.
+    Returns, for each chunk from the last to the first, its transitions (n,) and its gains (B,), keyed by reward.
     """
     settings = state.settings
     paths = context.trajectories
     trainable_steps = state.method.trainable_steps(paths.sampler)
     gains = []
 
-    # From the image back to the noise: the state before a chunk is the state after the chunk before it.
+    # Work backwards from the image: the state before a chunk is the state after the previous chunk.
     after = scores
     for chunk in reversed(state.method.chunks(torch.ones(len(trainable_steps))).slices):
         start = int(trainable_steps[chunk][0])
@@ -122,12 +130,13 @@ def chunk_gains(
     return gains
 
 # %% ../../nbs/07_training/10_credit_assignment.ipynb #4812e474
-def _of_all_groups(
+def _apply_to_all_groups(
     state: TrainingState,
-    scores: dict[str, Tensor],  # (B, ...) of this process, by name
-    function: Callable[[dict[str, Tensor]], Tensor],  # scores (P, G ...) of all groups -> the same
+    scores: dict[str, Tensor],  # (B, ...) each, of this process, keyed by name
+    # maps scores, one row per group of all processes, to a result of the same shape
+    function: Callable[[dict[str, Tensor]], Tensor],
 ) -> Tensor:  # (B, ...)
-    """Gather the scores of all processes in groups, apply the function, and return this process's slice."""
+    """Apply a function to the gathered scores of all processes, and return this process's slice of the result."""
     first = next(iter(scores.values()))
     device = state.accelerator.device
     size = state.settings.images_per_prompt * first[0].numel()
@@ -143,10 +152,10 @@ def _of_all_groups(
 def compare_groups(
     state: TrainingState,
     context: ReplayContext,  # trajectories of this iteration
-    scores: dict[str, Tensor],  # reward -> raw scores of the images, (B,)
-    combined: Tensor,  # (P, G) of this process's groups, of `combine_rewards`
+    scores: dict[str, Tensor],  # raw scores of the images, (B,) each, keyed by reward
+    combined: Tensor,  # (P, G) combined rewards of this process's groups, of `combine_rewards`
 ) -> Tensor:  # (B,), or (B, T) of every transition
-    """Compute the method's advantages of what `credit_of` names: images, chunks or edges of a tree."""
+    """Compute the method's advantages of images, chunks or tree edges, whichever `credit_of` selects."""
     settings = state.settings
     method = state.method
     sampler = context.trajectories.sampler
@@ -154,10 +163,10 @@ def compare_groups(
     def advantages(gathered: dict[str, Tensor]) -> Tensor:
         """Call the method's `advantages` on the scores of all groups, and check its result."""
         shape = next(iter(gathered.values())).shape
-        # The metrics read the scores too, so the method gets copies.
+        # The metrics need the scores later, so the method gets copies.
         copies = {name: x.clone() for name, x in gathered.items()}
         returned = method.advantages(copies, dict(state.reward_weights))
-        # If the package's own `advantages` are not finite, the rewards are at fault; the trainer says so.
+        # If the package's own `advantages` are not finite, the rewards are at fault; the trainer reports that.
         is_overridden = type(method).advantages is not Method.advantages
         check_floats(
             method=method,
@@ -169,66 +178,67 @@ def compare_groups(
         )
         return returned
 
-    def compared(raw_scores: dict[str, Tensor]) -> Tensor:
-        """Return this process's advantages (B, ...) of scores (B, ...)."""
-        return _of_all_groups(state, raw_scores, advantages)
+    def local_advantages(raw_scores: dict[str, Tensor]) -> Tensor:
+        """Return the advantages (B, ...) of this process's scores (B, ...), compared within all groups."""
+        return _apply_to_all_groups(state, raw_scores, advantages)
 
     if settings.credit_of == "image":
-        of_strides = [compared(scores)]
+        advantages_per_stride = [local_advantages(scores)]
         start = int(method.trainable_steps(sampler)[-1]) + 1
-        # The first stride is the rollout's own.
+        # The rollout itself is the first stride.
         for stride in map(int, settings.completion_strides.split(",")[1:]):
             levels = torch.tensor([*range(start, len(sampler), stride), len(sampler)])
-            of_strides.append(compared(_score_completions(state, context, levels)))
-        if len(of_strides) == 1:
-            return of_strides[0]
+            stride_scores = _score_completions(state, context, levels)
+            advantages_per_stride.append(local_advantages(stride_scores))
+        if len(advantages_per_stride) == 1:
+            return advantages_per_stride[0]
         limit = settings.advantage_clamp
-        return torch.stack(of_strides).sum(0).clamp(-limit, limit)
+        return torch.stack(advantages_per_stride).sum(0).clamp(-limit, limit)
 
     if settings.credit_of in ("depth", "leaves"):
         states = sharing.shared_states(method.noise_owner, sampler.stochastic)
-        edges = sharing.edge_advantages(
+        edge_advantages = sharing.edge_advantages(
             scores=combined, states=states, rule=settings.credit_of, clamp=settings.advantage_clamp
         )
-        return edges.flatten(0, 1)
+        return edge_advantages.flatten(0, 1)
 
-    # The gains of a chunk are compared within the chunk, or all gains of a group with one another.
+    # Compare the gains of each chunk among the images of a group, or all gains of a group with each other.
     advantage = torch.zeros(combined.numel(), len(sampler))
     gains = chunk_gains(state, context, scores)
     if settings.credit_of == "gain":
-        of_chunks = [compared(gain) for _, gain in gains]
+        advantages_per_chunk = [local_advantages(gain) for _, gain in gains]
     else:
         stacked = {name: torch.stack([gain[name] for _, gain in gains], 1) for name in scores}
-        of_chunks = compared(stacked).T
-    for (steps, _), chunk_advantage in zip(gains, of_chunks, strict=True):
+        advantages_per_chunk = local_advantages(stacked).T
+    for (steps, _), chunk_advantage in zip(gains, advantages_per_chunk, strict=True):
         advantage[:, steps] = chunk_advantage[:, None]
     return advantage
 
 # %% ../../nbs/07_training/10_credit_assignment.ipynb #5e7ffbd7
 def anchored_images(
     state: TrainingState,
-    combined: Tensor,  # (B,), combined rewards that are trained on
+    combined: Tensor,  # (B,), weighted sum of the rewards that are trained on
     other_scores: dict[str, Tensor],  # raw scores of the other rewards, (B,) each
 ) -> Tensor | None:  # (B,) bool; None: all
-    """Return the images that the anchor counts for: those whose reward outruns the other rewards."""
+    """Select the images that the anchor's penalty applies to: those whose reward outruns the other rewards."""
     if state.settings.anchor_share >= 1:
         return None
     share = state.settings.anchor_share
 
     def outrun(gathered: dict[str, Tensor]) -> Tensor:
-        """Choose among the images of all processes."""
+        """Select images among those of all processes."""
         trained = gathered.pop("")
         return credit.outrun_images(trained, list(gathered.values()), share)
 
-    return _of_all_groups(state, {"": combined, **other_scores}, outrun)
+    return _apply_to_all_groups(state, {"": combined, **other_scores}, outrun)
 
 
 def weigh_by_distance(
     advantage: Tensor,  # (B,), or (B, T) of every transition
     features: Tensor,  # (B, D), embeddings of the images
-    group: int,  # G, images per prompt
-) -> Tensor:  # as advantage
-    """Multiply positive advantages by the image's distance to the nearest image of its group."""
-    distance = credit.nearest_distances(features.unflatten(0, (-1, group))).flatten()
+    group_size: int,  # G, images per prompt
+) -> Tensor:  # of the shape of `advantage`
+    """Multiply positive advantages by the image's distance to the nearest other image of its group."""
+    distance = credit.nearest_distances(features.unflatten(0, (-1, group_size))).flatten()
     distance = distance.reshape(-1, *[1] * (advantage.ndim - 1))
     return torch.where(advantage > 0, distance * advantage, advantage)

@@ -45,20 +45,24 @@ from .rollout import sample_images
 # %% ../../nbs/07_training/13_metrics.ipynb #d8746280
 def above_base_metrics(
     state: TrainingState,
-    scores: dict[str, Tensor],  # reward -> raw scores, (B,)
-    base: dict[str, Tensor],  # reward -> scores of the base's images, of `score_base`
-    texts: Sequence[str] | None = None,  # prompt of each group; None: all different
-) -> dict[str, float]:  # above_base_mean, above_base_<reward>, and the standard error of each
-    """Compute how far training is above the base on the prompts of all processes, from the same noise."""
+    scores: dict[str, Tensor],  # raw scores (B,) each, keyed by reward
+    base: dict[str, Tensor],  # raw scores of the base's images, of `score_base`, keyed by reward
+    # prompt of each group of all processes; None: all different
+    texts: Sequence[str] | None = None,
+) -> dict[str, float]:
+    """Compute how much higher the policy scores than the base on the same prompts, from the same noise.
+
+    The result has the keys above_base_mean, above_base_se, and above_base_<reward>, above_base_<reward>_se of each reward.
+    """
     settings = state.settings
 
     def gather_pairs(
         x: Tensor,  # scores of this process
-        images: int,  # per prompt, in `x`
-    ) -> Tensor:  # (P, n) of all processes: the images that share their noise with one of the base
-        """Gather the scores and keep those of the images that form pairs."""
+        images_per_prompt: int,  # number of consecutive scores in `x` per prompt
+    ) -> Tensor:  # (P, n), with n = `baseline_images`
+        """Gather the scores of all processes, and keep those of images that form a pair with one of the other model."""
         gathered: Any = state.accelerator.gather(x.to(state.accelerator.device))
-        return gathered.cpu().double().reshape(-1, images)[:, : settings.baseline_images]
+        return gathered.cpu().double().reshape(-1, images_per_prompt)[:, : settings.baseline_images]
 
     above = {
         name: (
@@ -70,12 +74,12 @@ def above_base_metrics(
     weights = state.reward_weights if len(above) > 1 else dict.fromkeys(above, 1.0)
     total = torch.stack([weight * above[name] for name, weight in weights.items()]).sum(0)
     mean, se = mean_se(total, texts)
-    each = {
+    per_reward = {
         f"above_base_{name}{end}": value
         for name, x in above.items()
         for end, value in zip(("", "_se"), mean_se(x, texts), strict=True)
     }
-    return {"above_base_mean": mean, "above_base_se": se, **each}
+    return {"above_base_mean": mean, "above_base_se": se, **per_reward}
 
 # %% ../../nbs/07_training/13_metrics.ipynb #dd30b34f
 _TRAINER_METRICS = (
@@ -92,8 +96,8 @@ _TRAINER_METRICS = (
     "ratio_floor_rollout",
     "seconds",
 )
-# Beginnings of further names
-_TRAINER_GROUPS = (
+# prefixes of further metrics that the trainer writes
+_TRAINER_PREFIXES = (
     "reward_",
     "eval_",
     "image_",
@@ -103,10 +107,13 @@ _TRAINER_GROUPS = (
 
 
 def check_method_metrics(
-    metrics: Any,  # what the method returned
-    method: str,  # its name, for the error's sentence
-) -> dict[str, Any]:  # the same, with plain numbers for tensors of one number
-    """Raise InputError where a method's metrics cannot stand in a line of metrics."""
+    metrics: Any,  # what the method's `metrics` returned
+    method: str,  # name of the method's class, for the error message
+) -> dict[str, Any]:
+    """Return a method's metrics with scalar tensors and arrays converted to numbers.
+
+    Raises InputError if they cannot be part of a line of metrics.
+    """
     if not isinstance(metrics, dict):
         raise InputError(
             f"`metrics` of {method} must be a mapping of names to numbers; got {type(metrics).__name__}"
@@ -115,7 +122,7 @@ def check_method_metrics(
     for name, value in metrics.items():
         if not isinstance(name, str) or not name:
             raise InputError(f"`metrics` of {method} must have texts as names; got {name!r}")
-        if name in _TRAINER_METRICS or name.startswith(_TRAINER_GROUPS):
+        if name in _TRAINER_METRICS or name.startswith(_TRAINER_PREFIXES):
             raise InputError(
                 f"`metrics` of {method} must not have the name `{name}`, which is the trainer's own; call "
                 f"it otherwise, such as `own_{name}`"
@@ -138,73 +145,83 @@ def check_method_metrics(
 # %% ../../nbs/07_training/13_metrics.ipynb #1cd3c96d
 def collect_metrics(
     state: TrainingState,
-    rollout: Rollout,  # of this iteration
-    update: Update,  # of this iteration
-    base: dict[str, Tensor] | None = None,  # of `score_base`
-) -> dict:
+    rollout: Rollout,  # of the finished iteration
+    update: Update,  # the iteration's optimizer steps
+    base: dict[str, Tensor] | None = None,  # scores of the base, of `score_base`; None: no baseline
+) -> dict:  # a line of metrics.jsonl, without seconds and evaluation
     """Collect the metrics of a finished iteration over all processes."""
     settings = state.settings
     method = state.method
     device = state.accelerator.device
     norms = update.norms
-    gather: Any = state.accelerator.gather  # makes a tensor of a tensor
+    gather: Any = state.accelerator.gather
+
+    # Gather the method's values of all chunk samples. Processes may have different numbers of rows, so they are padded.
     columns = {
-        name: torch.cat([one.items[name] for one in update.stats]) for name in update.stats[0].items
+        name: torch.cat([stats.items[name] for stats in update.stats])
+        for name in update.stats[0].items
     }
-    number = torch.cat([update_batch.chunk for update_batch in update.batches])
-    own = torch.stack([*columns.values(), number.to(next(iter(columns.values())))], dim=1)
-    table = gather(state.accelerator.pad_across_processes(own.to(device), pad_index=-1)).cpu()
+    chunk_numbers = torch.cat([update_batch.chunk for update_batch in update.batches])
+    first_column = next(iter(columns.values()))
+    local_rows = torch.stack([*columns.values(), chunk_numbers.to(first_column)], dim=1)
+    table = gather(
+        state.accelerator.pad_across_processes(local_rows.to(device), pad_index=-1)
+    ).cpu()
     *values, chunk = table[table[:, -1] >= 0].T
     assert state.profile is not None  # it was measured
     count = len(
         method.chunks(state.profile[method.trainable_steps(method.sampler(state.iteration - 1))])
     )
-    items = method.metrics(
+    method_metrics = method.metrics(
         dict(zip(columns, values, strict=True)), chunk.long().clamp(max=count - 1), count
     )
-    items = check_method_metrics(items, type(method).__name__)
+    method_metrics = check_method_metrics(method_metrics, type(method).__name__)
+
     trained = sum(len(update_batch.segment) for update_batch in update.batches)
-    kl = sum(one.kl for one in update.stats)
+    kl = sum(stats.kl for stats in update.stats)
     trained, kl = (
         gather(torch.tensor([x], device=device)).cpu() for x in (trained, kl / len(update.stats))
     )
-    drawn = state.prompts_of_all(state.iteration - 1)
-    texts = [state.prompts[p] for p in drawn]  # of all processes, in their order
+    # the prompts of all processes, in the order of the processes
+    texts = [state.prompts[p] for p in state.all_prompts(state.iteration - 1)]
     above = (
         above_base_metrics(state=state, scores=rollout.scores, base=base, texts=texts)
         if base
         else {}
     )
 
-    def grouped(x: Tensor) -> Tensor:  # (P, G)
+    def gather_groups(x: Tensor) -> Tensor:  # (P, G)
+        """Gather values (B,) of all processes, one row per group."""
         return gather(x.to(device)).cpu().reshape(-1, settings.images_per_prompt)
 
-    # A skipped step has an infinite norm and moved nothing, so the mean is that of the steps taken.
+    # A skipped step has an infinite norm and changed no weight, so average over the steps that were taken.
     norms_of_steps = [norm for norm in norms if np.isfinite(norm)] or norms
-    largest = grouped(rollout.advantage.reshape(len(rollout.advantage), -1).abs().amax(1))
-    groups = {name: grouped(x) for name, x in rollout.scores.items()}
+    largest_advantage = gather_groups(
+        rollout.advantage.reshape(len(rollout.advantage), -1).abs().amax(1)
+    )
+    groups = {name: gather_groups(x) for name, x in rollout.scores.items()}
     mean, se = mean_se(next(iter(groups.values())).mean(1), texts)
     return {
         "iteration": state.iteration,
         "reward_mean": mean,
-        "reward_std": grouped(rollout.combined).std(1).mean().item(),
+        "reward_std": gather_groups(rollout.combined).std(1).mean().item(),
         "reward_se": se,
         **{f"reward_{name}": x.mean().item() for name, x in groups.items()},
-        "advantage_std_zero_groups": int((largest.amax(1) == 0).sum()),
+        "advantage_std_zero_groups": int((largest_advantage.amax(1) == 0).sum()),
         **{
-            f"image_{name}": grouped(x).double().mean().item()
+            f"image_{name}": gather_groups(x).double().mean().item()
             for name, x in zip(IMAGE_STATISTICS, rollout.statistics.T.contiguous(), strict=True)
         },
-        **items,
+        **method_metrics,
         "grad_norm": sum(norms_of_steps) / len(norms_of_steps),
         "lr": state.optimizer.param_groups[0]["lr"],
-        "images": largest.numel(),
+        "images": largest_advantage.numel(),
         "transitions_trained": int(trained.sum()),
         "skipped_updates": int(np.sum(~np.isfinite(norms))),
         **({"loss_scale": state.scaler.get_scale()} if state.scaler is not None else {}),
         **dict(
-            zip(("ratio_floor", "ratio_floor_rollout"), update.floors, strict=False)
-        ),  # in the first iteration
+            zip(("ratio_floor", "ratio_floor_rollout"), update.ratio_errors, strict=False)
+        ),  # only in the first iteration
         "kl": kl.mean().item(),
         **above,
     }
@@ -212,18 +229,22 @@ def collect_metrics(
 # %% ../../nbs/07_training/13_metrics.ipynb #5af73cca
 def evaluate_held_out(
     state: TrainingState,
-) -> dict[str, float]:  # eval_<reward>, eval_<reward>_se, and _hybrid of each
-    """Score images of held-out prompts with the present weights (the moving average where there is one)."""
+) -> dict[str, float]:
+    """Sample images of held-out prompts with the current weights (or their moving average), and score them.
+
+    The result has the keys eval_<reward> and eval_<reward>_se, and those of hybrid inference with _hybrid after <reward>.
+    A few of the images are written to `samples/`; every process must call this function.
+    """
     settings = state.settings
     policy = state.policy
     processes = state.accelerator.num_processes
     all_images, local_images = state.held_out_images()  # (prompt's position, image's number) each
 
-    # Every process makes as many forward passes, so one with fewer images samples others that nobody scores.
-    unit = settings.eval_images if state.compares_images else 1  # images that stay together
+    # All processes must run equally many forward passes, so one with fewer images samples extra ones, which are not scored.
+    unit = settings.eval_images if state.compares_images else 1  # images that stay in one process
     most = -(-len(all_images) // (unit * processes)) * unit
-    idle = most - len(local_images)
-    sampled = [*local_images, *[(0, 0)] * idle]
+    extra = most - len(local_images)
+    sampled = [*local_images, *[(0, 0)] * extra]
     prompts = [state.held_out[p] for p, _ in local_images]
     records = None
     if state.held_out_records:
@@ -232,7 +253,7 @@ def evaluate_held_out(
     if 0 < settings.hybrid_split < settings.eval_steps and state.iteration:
         splits["_hybrid"] = settings.hybrid_split
 
-    if state.ema is not None:  # exchanged in place, so that memory holds no third copy
+    if state.ema is not None:  # swap in place, so that memory holds no third copy
         trainable.swap_weights(policy.trained, state.ema.shadow_params)
     training_guidance, evaluation_guidance = guidance_scales(settings)
     policy.set_resolution(settings.eval_resolution).set_guidance(*evaluation_guidance)
@@ -251,7 +272,7 @@ def evaluate_held_out(
     if state.ema is not None:
         trainable.swap_weights(policy.trained, state.ema.shadow_params)
 
-    out = {}
+    metrics = {}
     for arm in splits:
         for name, reward in state.rewards.items():
             local_scores = []
@@ -268,19 +289,21 @@ def evaluate_held_out(
             scores = dict(pairs)
             by_prompt = torch.tensor([scores[image] for image in all_images])
             means = by_prompt.reshape(-1, settings.eval_images).mean(1)
-            asked = [state.held_out[p] for p, _ in all_images[:: settings.eval_images]]
-            out[f"eval_{name}{arm}"], out[f"eval_{name}{arm}_se"] = mean_se(means, asked)
+            texts = [state.held_out[p] for p, _ in all_images[:: settings.eval_images]]
+            mean, standard_error = mean_se(means, texts)
+            metrics[f"eval_{name}{arm}"] = mean
+            metrics[f"eval_{name}{arm}_se"] = standard_error
     _save_samples(state=state, images=images[""], local_images=local_images, prompts=prompts)
-    return out
+    return metrics
 
 
 def _save_samples(
     state: TrainingState,
-    images: Tensor,  # (B, 3, H, W) in [0, 1], the local ones first
+    images: Tensor,  # (B, 3, H, W) in [0, 1], starting with those of `local_images`
     local_images: Sequence[tuple[int, int]],  # (prompt's position, image's number) of this process
     prompts: Sequence[str],  # of these images
 ) -> None:
-    """Write eight images of each process, spread over its list, and a list of the files of all processes."""
+    """Save up to eight images of each process as files, and a manifest of the files of all processes."""
     folder = state.run / "samples" / f"{state.iteration:06d}"
     make_folders(folder)
     records = []
@@ -289,7 +312,7 @@ def _save_samples(
         file = f"{prompt:05d}_{number}.png"
         pixels = images[i].permute(1, 2, 0).numpy()
         VaeImageProcessor.numpy_to_pil(pixels)[0].save(folder / file)
-        sync_to_disk(folder / file)  # a checkpoint that comes later counts on it
+        sync_to_disk(folder / file)  # a later checkpoint relies on this file
         record = {
             "file": file,
             "prompt_index": prompt,
@@ -308,20 +331,22 @@ def _save_samples(
                 append_json_line(temporary, record)
 
 # %% ../../nbs/07_training/13_metrics.ipynb #0ae5594c
-def tracker_values(line: dict) -> dict[str, float]:  # line: of the metrics
-    """Return the numbers of a line of metrics by name, in a tracker's groups."""
-    out = {}
+def tracker_values(
+    line: dict,  # a line of metrics
+) -> dict[str, float]:
+    """Return the numbers of a line of metrics, keyed by the grouped names that trackers show, such as train/kl."""
+    values = {}
     for name, value in line.items():
-        if isinstance(value, list):  # a number a chunk, none where it was not drawn
-            out |= {f"chunks/{name}_{k}": x for k, x in enumerate(value, 1) if x is not None}
+        if isinstance(value, list):  # one number per chunk, None if the chunk was not sampled
+            values |= {f"chunks/{name}_{k}": x for k, x in enumerate(value, 1) if x is not None}
         elif isinstance(value, dict):
-            out |= {f"{name}/{part}": x for part, x in value.items()}
+            values |= {f"{name}/{part}": x for part, x in value.items()}
         elif isinstance(value, (int, float)) and name != "iteration":
-            out[f"eval/{name[5:]}" if name.startswith("eval_") else f"train/{name}"] = value
-    return out
+            values[f"eval/{name[5:]}" if name.startswith("eval_") else f"train/{name}"] = value
+    return values
 
 # %% ../../nbs/07_training/13_metrics.ipynb #3bde6c5c
-# trackers to which accelerate hands a list of images -> further arguments of their `log_images`
+# keyword arguments of `log_images`, keyed by the trackers to which accelerate can pass images
 IMAGE_TRACKERS: dict[str, dict] = {
     "tensorboard": {"dataformats": "NHWC"},
     "wandb": {},
@@ -329,12 +354,15 @@ IMAGE_TRACKERS: dict[str, dict] = {
 }
 
 
-def log_eval_samples(state: TrainingState, iteration: int) -> None:
-    """Hand the images of an evaluation to the trackers that take images from accelerate."""
+def log_eval_samples(
+    state: TrainingState,
+    iteration: int,  # after which the evaluation took place; 0: the base
+) -> None:
+    """Pass the saved images of an evaluation to the trackers that accept images through accelerate."""
     files = sorted((state.run / "samples" / f"{iteration:06d}").glob("[0-9]*.png"))
     if not (files and state.accelerator.trackers and state.accelerator.is_main_process):
         return
-    images = np.stack([np.asarray(Image.open(file)) for file in files])  # (n, H, W, 3) grey levels
+    images = np.stack([np.asarray(Image.open(file)) for file in files])  # (n, H, W, 3) uint8
     for tracker in state.accelerator.trackers:
         if tracker.name in IMAGE_TRACKERS:
             options = IMAGE_TRACKERS[tracker.name]
