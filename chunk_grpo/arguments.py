@@ -22,7 +22,7 @@ Called = TypeVar("Called", bound=Callable)
 Allowed = Any  # a type, written as an annotation
 
 
-def whole_number(
+def int_at_least(
     low: int,  # the smallest number allowed
     description: str = "",  # text for error messages; empty: "a whole number from `low`"
 ) -> Allowed:

@@ -40,7 +40,7 @@ from chunk_grpo.models.inputs import sample_prompt_indices
 from chunk_grpo.models.policy import decode_latents
 from chunk_grpo.rewards import rewards
 from chunk_grpo.theory.chunks import Chunks, step_weights
-from chunk_grpo.theory.dynamics import chunk_count
+from chunk_grpo.theory.dynamics import count_trained_chunks
 from chunk_grpo.theory.objective import group_advantages
 from chunk_grpo.theory.sampler import Sampler
 from chunk_grpo.theory.schedule import sigmas
@@ -219,7 +219,7 @@ def estimators(last):
     }
     for name, (chunks, w) in cases.items():
         yield name, 0, chunks, w, len(chunks)
-        yield f"{name}, half drawn", 0, chunks, w, chunk_count(len(chunks), 0.5)
+        yield f"{name}, half drawn", 0, chunks, w, count_trained_chunks(len(chunks), 0.5)
     for name, w in (
         ("true advantages", torch.ones(last)),
         ("true advantages, re-weighted", heavy),

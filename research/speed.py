@@ -218,7 +218,7 @@ def levers(b, repeats):
     kernels = [
         name
         for name in ("_native_flash", "_native_cudnn", "_native_efficient", "_native_math")
-        if not trainable.attention_problem(name, device, b.policy.dtype)
+        if not trainable.try_attention_backend(name, device, b.policy.dtype)
     ]
     for name in kernels:
 

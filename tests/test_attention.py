@@ -145,5 +145,5 @@ def test_kernel_that_needs_one_number_format_is_tried_as_the_network_calls_it(mo
 
     monkeypatch.setattr(trainable, "dispatch_attention_fn", dispatch)
     given = ("native", torch.device("cpu"), torch.bfloat16)
-    assert trainable.attention_problem(*given, stored=torch.float32) == "formats differ"
+    assert trainable.try_attention_backend(*given, stored=torch.float32) == "formats differ"
     assert seen == [(torch.float32, torch.float32, torch.bfloat16)]

@@ -9,7 +9,7 @@ from commands import call
 from chunk_grpo import InputError
 from chunk_grpo.core.machine import choose_device
 from chunk_grpo.core.settings import load_settings
-from chunk_grpo.planning.processes import check_device, choose_image_device
+from chunk_grpo.planning.processes import choose_image_device, choose_training_device
 from chunk_grpo.runs.run_folder import create_run
 
 LARGE = [
@@ -42,11 +42,11 @@ def test_command_refuses_a_gpu_preset_on_the_cpu_before_it_looks_for_weights(no_
 
 
 def test_large_model_is_trained_on_the_cpu_if_asked(no_gpu):
-    assert check_device(load_settings({"model": LARGE[0], "device": "cpu"})) == "cpu"
+    assert choose_training_device(load_settings({"model": LARGE[0], "device": "cpu"})) == "cpu"
 
 
 def test_small_model_is_trained_on_the_cpu_without_asking(no_gpu):
-    assert check_device(load_settings("pocket/tiny")) == "cpu"
+    assert choose_training_device(load_settings("pocket/tiny")) == "cpu"
 
 
 def test_gpu_that_is_asked_for_and_missing_is_an_error(no_gpu, tmp_path):
@@ -60,7 +60,7 @@ def test_gpu_that_is_asked_for_and_missing_is_an_error(no_gpu, tmp_path):
 def test_a_gpu_is_used_unless_the_cpu_is_asked_for():
     with mock.patch("torch.cuda.is_available", lambda: True):
         assert [choose_device(name) for name in ("auto", "cuda", "cpu")] == ["cuda", "cuda", "cpu"]
-        assert check_device(load_settings({"model": LARGE[0]})) == "cuda"
+        assert choose_training_device(load_settings({"model": LARGE[0]})) == "cuda"
 
 
 def test_unknown_device_is_rejected_by_name():

@@ -109,13 +109,13 @@ def test_an_image_that_is_missing_or_broken_is_named_before_a_weight_is_read(
     monkeypatch.setattr(policy, "_load_network", lambda *_: pytest.fail("weights were read"))
     changed = edit_settings(home, prompts=str(source))
     with pytest.raises(InputError, match=fault) as error:
-        inputs.content_hashes(changed)
+        inputs.check_and_hash_inputs(changed)
     assert str(error.value).startswith("prompts: ") and "line 2" in str(error.value)
 
 
 def test_a_list_of_texts_is_rejected_for_a_model_that_edits(home):
     with pytest.raises(InputError, match="because FluxKontextPipeline edits images"):
-        inputs.content_hashes(edit_settings(home, eval_prompts="pocket:test"))
+        inputs.check_and_hash_inputs(edit_settings(home, eval_prompts="pocket:test"))
 
 
 def test_a_model_that_does_not_edit_reads_the_text_alone(home):

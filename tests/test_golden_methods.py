@@ -13,7 +13,7 @@ import torch
 from transitions import batch_at_levels, batch_of, terms_of
 
 from chunk_grpo.core.settings import load_settings
-from chunk_grpo.theory.credit import credit_advantages, nearest_distances
+from chunk_grpo.theory.credit import credit_advantages, relative_nearest_distances
 from chunk_grpo.theory.sampler import Sampler
 from chunk_grpo.theory.schedule import sigmas
 from chunk_grpo.theory.sharing import Sharing, edge_advantages, shared_states
@@ -184,7 +184,7 @@ def test_gardo_s_advantages_by_distance():
     scores = wave(1).flatten()[:8].reshape(2, 4)
     features = wave(0).reshape(2, 4, 3)
     advantage = credit_advantages({"r": scores}, {"r": 1.0}, "none")
-    ours = torch.where(advantage > 0, advantage * nearest_distances(features), advantage)
+    ours = torch.where(advantage > 0, advantage * relative_nearest_distances(features), advantage)
     expected = torch.tensor(GOLDEN["gardo"]["advantages"]).reshape(2, 4)
     torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-6)
     assert not torch.allclose(ours, advantage, rtol=0.1)

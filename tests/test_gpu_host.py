@@ -16,7 +16,7 @@ from chunk_grpo.core import settings
 from chunk_grpo.core.validation import parse_yaml
 from chunk_grpo.models.activations import fit_update_batch
 from chunk_grpo.models.cost import find_model_config, model_sizes
-from chunk_grpo.planning.counts import evaluation_flops, held_out_prompts
+from chunk_grpo.planning.counts import evaluation_flops, read_held_out_prompts
 from chunk_grpo.planning.devices import find_device, iteration_seconds, rate_share
 from chunk_grpo.planning.disk import run_disk_bytes
 from chunk_grpo.planning.memory import host_memory, peak_memory
@@ -189,7 +189,7 @@ def preset_row(preset: str) -> list[str]:
     )
     hours = (
         training + once * times / rate,
-        last * (1 if held_out_prompts(run_settings) else 400) / rate,
+        last * (1 if read_held_out_prompts(run_settings) else 400) / rate,
     )
     sizes = (
         run_disk_bytes(run_settings, config),

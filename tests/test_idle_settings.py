@@ -9,7 +9,7 @@ import torch
 from chunk_grpo import InputError
 from chunk_grpo.core.settings import dump_settings, load_settings
 from chunk_grpo.models import trainable
-from chunk_grpo.theory.credit import outrun_images
+from chunk_grpo.theory.credit import select_exploiting_images
 from chunk_grpo.theory.sharing import shared_states
 from chunk_grpo.training.gradient import accumulate_gradients
 from chunk_grpo.training.method_loading import load_method
@@ -152,10 +152,10 @@ def test_what_a_base_says_itself_stays_with_another_method():
 def test_share_of_held_images_is_exact_without_other_rewards():
     trained = torch.randn(8, 12, generator=torch.Generator().manual_seed(0))
     for share, count in ((0.1, 10), (0.25, 24), (0.01, 1), (1.0, 96)):
-        chosen = outrun_images(trained, [], share)
+        chosen = select_exploiting_images(trained, [], share)
         assert int(chosen.sum()) == count
     best = (trained - trained.mean(1, keepdim=True)) / trained.std(1, keepdim=True)
-    chosen = outrun_images(
+    chosen = select_exploiting_images(
         trained, [], 0.05
     )  # fewer than there are groups: the best that are furthest ahead
     assert best[chosen].min() > 0 and chosen.sum(1).max() == 1

@@ -24,7 +24,7 @@ from chunk_grpo.core.validation import read_yaml_file
 from chunk_grpo.methods.table import method_row
 from chunk_grpo.models import trainable
 from chunk_grpo.theory.chunks import Chunks
-from chunk_grpo.theory.credit import CREDIT_FORMS, credit_advantages, nearest_distances
+from chunk_grpo.theory.credit import CREDIT_FORMS, credit_advantages, relative_nearest_distances
 from chunk_grpo.theory.sampler import Sampler
 from chunk_grpo.theory.surrogates import SURROGATES, Surrogate
 from chunk_grpo.training import trainer
@@ -757,7 +757,7 @@ def test_a_good_image_earns_by_its_distance_to_its_nearest_sibling(policy, tmp_p
         torch.randn(2, 4, 5, generator=torch.Generator().manual_seed(0)), dim=2
     )
     features[0, 1] = features[0, 0] * 3
-    apart = nearest_distances(features)
+    apart = relative_nearest_distances(features)
     torch.testing.assert_close(apart.mean(1), torch.ones(2))
     assert apart[0, :2].abs().max() < 1e-5 < apart[0, 2:].min()
     base = {

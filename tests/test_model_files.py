@@ -14,7 +14,7 @@ from chunk_grpo import InputError
 from chunk_grpo.core import settings
 from chunk_grpo.models import inputs, policy, trainable
 from chunk_grpo.models.activations import fit_update_batch
-from chunk_grpo.models.cost import find_model_config, meta_policy, read_model_config
+from chunk_grpo.models.cost import build_meta_policy, find_model_config, read_model_config
 from chunk_grpo.models.policy import decode_latents
 from chunk_grpo.runs import run_folder
 from chunk_grpo.training.state import load_policy_and_optimizer, prepare_state
@@ -93,7 +93,7 @@ def test_no_layer_of_a_decode_is_larger_than_counted(name, tmp_path):
 
 def test_a_decode_is_split_below_32_bits(tmp_path, monkeypatch):
     """Twelve images of 1024 pixels go in two parts for FLUX.1-dev's autoencoder; the images are those of one decode."""
-    dev = meta_policy(find_model_config("black-forest-labs/FLUX.1-dev"), 1024, 16)
+    dev = build_meta_policy(find_model_config("black-forest-labs/FLUX.1-dev"), 1024, 16)
     assert dev.decode_limit == 7 and dev.set_resolution(512).decode_limit == 31
     model = policy.load_policy("pocket", resolution=64, max_tokens=12)
     noise = torch.stack([model.noise(torch.Generator().manual_seed(i)) for i in range(5)])
@@ -140,7 +140,7 @@ def test_an_adapter_stands_beside_every_attention_and_feed_forward_layer(name, t
 @pytest.mark.parametrize(("name", "least"), SHARES.items())
 def test_how_much_of_a_published_model_an_adapter_reaches(name, least):
     """All but the modulations; klein's single blocks, most of it, among them."""
-    model = meta_policy(find_model_config(name), 64, 16)
+    model = build_meta_policy(find_model_config(name), 64, 16)
     with torch.device("meta"):
         trainable.make_trainable(model, 4)
     assert least < trainable.trained_share(model) < 1

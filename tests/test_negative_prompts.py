@@ -85,8 +85,10 @@ def test_lists_that_contradict_each_other_are_rejected(tmp_path):
     with pytest.raises(
         InputError, match="eval_prompts: .* another negative prompt for 'a red star'"
     ):
-        inputs.run_negative_prompts(settings)
-    assert inputs.run_negative_prompts(settings, ["prompts"]) == {"a red star": "a blue circle"}
+        inputs.read_run_negative_prompts(settings)
+    assert inputs.read_run_negative_prompts(settings, ["prompts"]) == {
+        "a red star": "a blue circle"
+    }
 
 
 def test_plan_counts_negative_prompts_and_the_guidance_of_evaluation(tmp_path):

@@ -39,9 +39,9 @@ from chunk_grpo.planning.counts import (
     IterationCounts,
     evaluation_forwards,
     forward_backward_cost,
-    held_out_prompts,
     iteration_counts,
     iteration_flops,
+    read_held_out_prompts,
     transitions_per_image,
 )
 from chunk_grpo.planning.devices import find_device, iteration_seconds, recognise_gpu
@@ -115,7 +115,7 @@ def test_a_final_evaluation_draws_five_arms():
         "ODE": (2, 100, (64,)),
         "as trained": (2, 34, (128,)),
     }
-    assert held_out_prompts(settings.load_settings({"eval_prompts": "not-here.txt"})) == []
+    assert read_held_out_prompts(settings.load_settings({"eval_prompts": "not-here.txt"})) == []
     network = find_model_config("black-forest-labs/FLUX.1-dev")
     sizes = [
         run_disk_bytes(settings.load_settings("pocket/tiny", {"ema": x}), network) for x in (0, 0.9)

@@ -18,9 +18,9 @@ from chunk_grpo.core.settings import load_settings
 from chunk_grpo.models.inputs import (
     ImagePrompt,
     find_editing_pipeline,
+    find_unknown_words,
     read_model_prompts,
     read_prompts,
-    unknown_words,
 )
 from chunk_grpo.models.policy import load_policy
 from chunk_grpo.pocket import POCKET_DIR, edits
@@ -245,7 +245,7 @@ def test_files_of_the_editing_base_are_as_shipped_and_small():
 def test_the_base_knows_every_word_and_shares_the_shipped_autoencoder():
     path = pocket.pocket_model_path("pocket/editing")
     prompts = [record["prompt"] for split in SPLITS for record in LISTS[split]]
-    assert unknown_words(path, prompts) == []
+    assert find_unknown_words(path, prompts) == []
     shipped, editing = (
         load_policy(name, resolution=64, max_tokens=12) for name in ("pocket", "pocket/editing")
     )

@@ -14,7 +14,12 @@ from pocket_recipe import new_tokenizer, second_test_prompts, split_category_cap
 from chunk_grpo import InputError, pocket
 from chunk_grpo.core.files import read_json
 from chunk_grpo.core.settings import load_settings
-from chunk_grpo.models.inputs import absolute_inputs, locate_model, read_prompts, unknown_words
+from chunk_grpo.models.inputs import (
+    find_unknown_words,
+    locate_model,
+    make_inputs_absolute,
+    read_prompts,
+)
 from chunk_grpo.models.policy import load_policy
 from chunk_grpo.pocket.geneval import PocketGenEval
 from chunk_grpo.pocket.taste import PocketLow, PocketLowPixels
@@ -91,7 +96,7 @@ def test_second_test_list_is_balanced_over_categories_combinations_and_phrases()
 
 
 def test_every_model_reads_every_word_of_the_second_test_list():
-    assert unknown_words(pocket.pocket_model_path(), SECOND) == []
+    assert find_unknown_words(pocket.pocket_model_path(), SECOND) == []
     read = new_tokenizer("clip")(SECOND)["input_ids"]
     assert max(map(len, read)) <= pocket.MAX_TOKENS
 
@@ -196,7 +201,7 @@ def test_unknown_base_ends_training_in_one_sentence(tmp_path):
 def test_base_is_the_shipped_one_where_a_folder_has_its_name(tmp_path, monkeypatch):
     (tmp_path / "pocket/undertrained").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
-    settings = absolute_inputs(load_settings("pocket/tiny", {"model": "pocket/undertrained"}))
+    settings = make_inputs_absolute(load_settings("pocket/tiny", {"model": "pocket/undertrained"}))
     assert settings.model == "pocket/undertrained"
     assert locate_model(settings.model) == pocket.POCKET_DIR / "bases/undertrained"
 

@@ -67,7 +67,7 @@ def test_words_between_dollars_are_words_in_every_figure_of_names(words, tmp_pat
         "seed": 0,
         "image": Image.new("RGB", (8, 8)),
     }
-    assert samples._contact_sheet([image]).startswith(b"\x89PNG")
+    assert samples._draw_contact_sheet([image]).startswith(b"\x89PNG")
     Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
     rows = pd.DataFrame(
         [
@@ -257,7 +257,7 @@ def test_what_rose_and_fell_is_said_of_each_kind_of_weights():
     up = {"mean": 0.2, "lo": 0.1, "hi": 0.3}
     down = {"mean": -0.25, "lo": -0.4, "hi": -0.1}
     row = {"base": up, "plain": down, "plain-base": down, "as-trained": up, "as-trained-base": up}
-    said = tables.count_directions({"clip": row})
+    said = tables.describe_directions({"clip": row})
     assert said == "trained: clip fell; as trained: clip rose"
     assert "the largest fall counting with \u22120.250" in tables.describe_extremes(
         {"counting": -0.25, "colors": 0.1}

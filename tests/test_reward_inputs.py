@@ -203,16 +203,16 @@ def test_a_wrong_signature_or_a_missing_record_is_one_sentence_before_training(o
 
 
 def test_changed_records_are_changed_prompts_when_a_run_is_resumed(own):
-    from chunk_grpo.models.inputs import content_hashes, find_changed_input, input_records
+    from chunk_grpo.models.inputs import check_and_hash_inputs, describe_inputs, find_changed_input
 
     run_settings = small(own, reward="plain")
-    known = content_hashes(run_settings) | {"inputs": input_records(run_settings)}
+    known = check_and_hash_inputs(run_settings) | {"inputs": describe_inputs(run_settings)}
     assert find_changed_input(run_settings, known) is None
     other = [sign | {"target": "X"} for sign in SIGNS]
     (own / "signs.jsonl").write_text("".join(json.dumps(sign) + "\n" for sign in other))
     assert find_changed_input(run_settings, known) == "prompts"
-    changed = content_hashes(run_settings)
+    changed = check_and_hash_inputs(run_settings)
     assert [name for name in known if name != "inputs" and known[name] != changed[name]] == [
         "records_sha256"
     ]
-    assert "records_sha256" not in content_hashes(settings.load_settings("pocket/tiny"))
+    assert "records_sha256" not in check_and_hash_inputs(settings.load_settings("pocket/tiny"))

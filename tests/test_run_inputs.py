@@ -181,7 +181,7 @@ def test_plan_shows_what_was_read(tmp_path):
 
 
 def test_rows_of_a_study_are_known_wherever_its_lists_lie(tmp_path, monkeypatch):
-    from chunk_grpo.models.inputs import content_hashes
+    from chunk_grpo.models.inputs import check_and_hash_inputs
     from chunk_grpo.studies.design import Trial, find_finished_row
 
     (tmp_path / "mine.txt").write_text(MINE)
@@ -197,7 +197,7 @@ def test_rows_of_a_study_are_known_wherever_its_lists_lie(tmp_path, monkeypatch)
         "settings": whole.model_dump(mode="json"),
         "evaluation": {},
         "splits": 0,
-    } | content_hashes(run_settings)
+    } | check_and_hash_inputs(run_settings)
     trial = Trial("study", "arm", 0, run_settings, {}, 0)
     assert find_finished_row(trial, tmp_path, [row]) is not None
     assert find_finished_row(trial, tmp_path, [row | {"prompts_sha256": "0"}]) is None

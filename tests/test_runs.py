@@ -34,8 +34,8 @@ def settings(tmp_path, monkeypatch):
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("a red star\ntwo dogs\n")
     real = {"model_sha256": "a" * 64, "prompts_sha256": "b" * 64}
-    monkeypatch.setattr(run_folder, "content_hashes", lambda settings: real)
-    monkeypatch.setattr(disk, "estimate_disk_bytes", lambda settings: (1, 0))
+    monkeypatch.setattr(run_folder, "check_and_hash_inputs", lambda settings: real)
+    monkeypatch.setattr(disk, "estimate_new_disk_bytes", lambda settings: (1, 0))
     return setting.load_settings(
         "pocket/tiny", {"prompts": str(prompts), "eval_prompts": str(prompts)}
     )
@@ -65,7 +65,7 @@ ROOM = {  # gigabytes that the run needs, the embeddings need, whether they shar
 @pytest.mark.parametrize("case", ROOM)
 def test_the_disk_has_room_for_the_embeddings_too(settings, tmp_path, monkeypatch, case):
     run, cache, same, free, words = ROOM[case]
-    monkeypatch.setattr(disk, "estimate_disk_bytes", lambda settings: (run * GB, cache * GB))
+    monkeypatch.setattr(disk, "estimate_new_disk_bytes", lambda settings: (run * GB, cache * GB))
     other = tmp_path if same else Path("/dev")
     monkeypatch.setenv("CHUNK_GRPO_CACHE", str(other))
     rooms = {tmp_path: free[0] * GB, other: free[1] * GB}
@@ -170,7 +170,7 @@ def test_refusals_write_nothing(settings, tmp_path, monkeypatch, case):
         resume = True
         run_settings = settings.model_copy(update={"clip_range": 0.5})
     elif case == "no space":
-        monkeypatch.setattr(disk, "estimate_disk_bytes", lambda settings: (10**18, 0))
+        monkeypatch.setattr(disk, "estimate_new_disk_bytes", lambda settings: (10**18, 0))
     else:
         processes = 3
     words = {

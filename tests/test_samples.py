@@ -19,7 +19,7 @@ from chunk_grpo.core import settings
 from chunk_grpo.core.files import hash_files, read_json, write_json
 from chunk_grpo.evaluation.evaluate import evaluate
 from chunk_grpo.models import trainable
-from chunk_grpo.models.inputs import content_hashes, input_records, locate_model
+from chunk_grpo.models.inputs import check_and_hash_inputs, describe_inputs, locate_model
 from chunk_grpo.reporting import samples
 from chunk_grpo.reporting.model_card import card_data
 from chunk_grpo.runs import run_folder
@@ -329,8 +329,8 @@ def test_a_card_quotes_no_file_that_a_foreign_run_names(tmp_path, monkeypatch):
     note = json.loads((run / "run.json").read_text())
     note["settings"]["eval_prompts"] = str(secret)
     named = settings.load_settings(note["settings"])
-    note |= content_hashes(named) | {
-        "inputs": input_records(named)
+    note |= check_and_hash_inputs(named) | {
+        "inputs": describe_inputs(named)
     }  # as a stranger would have them
     (run / "run.json").write_text(json.dumps(note))
     for words in ((), ("--trust",)):

@@ -7,7 +7,12 @@ from chunk_grpo import InputError
 from chunk_grpo.core.settings import load_settings
 from chunk_grpo.models import trainable
 from chunk_grpo.models.policy import decode_latents
-from chunk_grpo.theory.sharing import Sharing, edge_advantages, rollout_forwards, shared_states
+from chunk_grpo.theory.sharing import (
+    Sharing,
+    edge_advantages,
+    forward_passes_per_group,
+    shared_states,
+)
 from chunk_grpo.training.credit_assignment import chunk_gains
 from chunk_grpo.training.groups import sample_groups
 from chunk_grpo.training.method_loading import load_method
@@ -86,7 +91,7 @@ def test_a_plan_counts_shared_forwards(policy):
     """A tree that splits at 1 and 3 of 6: one path for transitions 0 and 1, two for 2 and 3, four for 4 and 5."""
     _, method = draw(policy, sharing="tree:2@1,3", window="all")
     assert (
-        rollout_forwards(shared_states(method.noise_owner, method.sampler(0).stochastic))
+        forward_passes_per_group(shared_states(method.noise_owner, method.sampler(0).stochastic))
         == 2 * 1 + 2 * 2 + 2 * 4
     )
     assert method.counts().rollout == 14 * method.settings.prompts_per_iteration

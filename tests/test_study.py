@@ -179,7 +179,7 @@ class Instant:
             out / trial.name / "row.json",
             asked
             | {"settings": trial.settings.model_dump(mode="json"), "scores": scores}
-            | design.content_hashes(trial.settings),
+            | design.check_and_hash_inputs(trial.settings),
         )
         done = Future()
         done.set_result((json.loads((out / trial.name / "row.json").read_text()), 1.0))
@@ -302,9 +302,9 @@ def test_of_two_values_each_is_an_edge():
         arms={"a": {}},
         tune={"learning_rate": [1e-3, 2e-3], "eta": [0.7]},
     )
-    assert pilot.at_edge(study, {"learning_rate": 1e-3, "eta": 0.7}) == ["learning_rate"]
-    assert pilot.at_edge(study, {"learning_rate": 2e-3, "eta": 0.7}) == ["learning_rate"]
-    edges = [row["at the edge"] for row in pilot.tuned_rows("chunk-setting")]
+    assert pilot.settings_at_edge(study, {"learning_rate": 1e-3, "eta": 0.7}) == ["learning_rate"]
+    assert pilot.settings_at_edge(study, {"learning_rate": 2e-3, "eta": 0.7}) == ["learning_rate"]
+    edges = [row["at the edge"] for row in pilot.tuning_table("chunk-setting")]
     assert len(edges) == 8 and all(
         "learning_rate" in edge and "clip_range" in edge for edge in edges
     )

@@ -11,9 +11,9 @@ from chunk_grpo import InputError
 from chunk_grpo.theory.chunks import Chunks
 from chunk_grpo.theory.dynamics import (
     DISTANCE_KINDS,
-    chunk_count,
     chunk_weights,
     chunks_from_profile,
+    count_trained_chunks,
     gaussian_profile,
     relative_distance,
     sample_without_replacement,
@@ -344,7 +344,7 @@ def test_chunks_from_a_profile_cover_it(seed, n, K, factor):
 @quick
 @given(st.integers(1, 40), st.floats(0.01, 1.0))
 def test_at_least_one_chunk_is_drawn(K, fraction):
-    assert 1 <= chunk_count(K, fraction) <= K
+    assert 1 <= count_trained_chunks(K, fraction) <= K
 
 
 @pytest.mark.parametrize("kind", SAMPLER_KINDS)

@@ -14,7 +14,7 @@ from chunk_grpo import InputError
 from chunk_grpo.core import settings
 from chunk_grpo.core.files import read_json_lines
 from chunk_grpo.core.validation import dump_yaml, read_yaml_file
-from chunk_grpo.models.inputs import content_hashes
+from chunk_grpo.models.inputs import check_and_hash_inputs
 from chunk_grpo.pocket import PROMPT_FILES, read_pocket_prompts
 from chunk_grpo.studies import analysis, design, pilot, try_method
 
@@ -151,7 +151,7 @@ def invented_row(trial: design.Trial, gain: float) -> dict:
         "cpu_seconds": 1.0,
         "chunks": "steps",
         "scores": scores,
-        **content_hashes(trial.settings),
+        **check_and_hash_inputs(trial.settings),
     }
 
 
@@ -357,7 +357,7 @@ def test_quick_is_small_and_says_that_it_decides_nothing(tmp_path, protocol, inv
     mine = write_method(tmp_path, CLIP_HIGHER)
     page = try_method.try_method(mine, out=out, protocol=protocol, quick=True)
     assert len(runs.begun) == 2 * 3 + 2 * 4
-    assert "decides nothing" in try_method.read_summary(out)[0]
+    assert "decides nothing" in try_method.summarise_try(out)[0]
     assert "decides nothing" in page.read_text()
 
 
@@ -411,7 +411,7 @@ def summary(tmp_path, protocol, invent, text: str, gain: Callable) -> str:
     invent(gain)
     out = tmp_path / "out"
     try_method.try_method(write_method(tmp_path, text), out=out, protocol=protocol)
-    return "\n".join(try_method.read_summary(out))
+    return "\n".join(try_method.summarise_try(out))
 
 
 def test_random_advantages_are_not_different_from_the_base(tmp_path, protocol, invent):

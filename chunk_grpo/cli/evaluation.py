@@ -99,7 +99,7 @@ def print_means(summary: dict) -> None:
             if isinstance(row, dict) and {"mean", "lo", "hi"} <= row.keys()
         }
         print_rows([(f"{name} {arm}", format_mean_and_interval(row)) for arm, row in means.items()])
-    typer.echo(tables.as_trained_note(summary))
+    typer.echo(tables.describe_as_trained_sampling(summary))
 
 # %% ../../nbs/14_cli/03_evaluation.ipynb #a61467be
 @evaluation_app.command(

@@ -83,7 +83,7 @@ def plan(
     # these here, since they import torch
     from chunk_grpo.models.activations import fit_update_batch
     from chunk_grpo.models.cost import find_model_config, known_model_configs
-    from chunk_grpo.planning.counts import held_out_prompts
+    from chunk_grpo.planning.counts import read_held_out_prompts
     from chunk_grpo.planning.devices import find_device, measure_matmul_rate
     from chunk_grpo.planning.plan import (
         describe_counts,
@@ -117,7 +117,7 @@ def plan(
         inputs = []
         if os.path.isfile(run_settings.prompts):
             inputs.append("prompts")
-        if held_out_prompts(run_settings):
+        if read_held_out_prompts(run_settings):
             inputs.append("eval_prompts")
         run_folder.check_run_inputs(run, run_settings, inputs)
 

@@ -90,7 +90,7 @@ def sample(
         str(prompts), "--prompts", settings.model, settings.family, negative_prompts=False
     )
     model_folder = inputs.locate_model(settings.model)
-    unknown = inputs.unknown_words(model_folder, texts)
+    unknown = inputs.find_unknown_words(model_folder, texts)
     if unknown:
         typer.echo(
             f"warning: the model does not know the word {', '.join(unknown)}; it draws the rest of the prompt",

@@ -140,7 +140,7 @@ def train(
     # imported here, since they import torch
     from chunk_grpo.planning.processes import choose_processes
     from chunk_grpo.runs import launch, run_folder
-    from chunk_grpo.runs.processes import drawing_processes
+    from chunk_grpo.runs.processes import default_sampling_processes
 
     # Without --out the run folder is named after the preset or the settings file.
     if Path(source).suffix in (".yaml", ".yml"):
@@ -155,7 +155,7 @@ def train(
     if processes is None and nodes == 1:
         launch.check_launcher()
         if resume and run_folder.holds_run(folder):
-            processes = drawing_processes(folder)
+            processes = default_sampling_processes(folder)
         else:
             processes = choose_processes(run_settings, source)
     processes = 1 if processes is None else processes

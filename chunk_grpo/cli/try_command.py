@@ -81,7 +81,7 @@ def try_command(
             protocol=protocol,
             say=typer.echo,
         )
-    typer.echo("\n" + "\n".join(trying.read_summary(folder)) + "\n")
+    typer.echo("\n" + "\n".join(trying.summarise_try(folder)) + "\n")
     report = write_report(
         "study",
         folder / "report.html",

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['Count', 'LOCK_PATIENCE', 'sync_to_disk', 'sync_tree', 'make_folders', 'temporary_path', 'remove_abandoned',
-           'try_lock', 'temporary_folder', 'clean_run_folder', 'atomic_write', 'check_outside_runs',
+           'try_lock', 'temporary_folder', 'remove_abandoned_in_run', 'atomic_write', 'check_outside_runs',
            'check_regular_file', 'check_writable', 'RunInfo', 'MetricsLine', 'RunProfile', 'CheckpointState',
            'EvaluationSummary', 'ImageScores', 'EvaluationPart', 'describe_schema_violation', 'write_json', 'read_json',
            'append_json_line', 'read_json_lines', 'drop_partial_line', 'lock_log', 'sha256_of', 'hash_files']
@@ -145,7 +145,7 @@ def temporary_folder(
         yield Path(folder)
 
 
-def clean_run_folder(run: Path) -> None:
+def remove_abandoned_in_run(run: Path) -> None:
     """Remove abandoned temporary files from a run folder, its checkpoints/ and the folders in its samples/."""
     for folder in (run, run / "checkpoints", *run.glob("samples/*")):
         remove_abandoned(folder)

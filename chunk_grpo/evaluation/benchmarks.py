@@ -55,8 +55,8 @@ from chunk_grpo.models.inputs import (
 from ..reward_serving import placement
 from ..rewards import rewards
 from chunk_grpo.runs.processes import (
-    drawing_processes,
-    drawing_threads,
+    default_sampling_processes,
+    sampling_threads,
     progress_text,
     share_out,
 )
@@ -449,7 +449,7 @@ def sample_benchmark(
     benchmark = load_benchmark_task(*task)
     check_trust(run, trust, changed_setting_names(changes))
     settings, arms = prepare_benchmark(run, benchmark, out, changes)
-    with drawing_threads(settings.threads):
+    with sampling_threads(settings.threads):
         model = load_trained_policy(run, settings)
         model.negative_prompts = {}  # they belong to the run's prompts, not to the benchmark's
         for arm, split in arms.items():
@@ -658,7 +658,7 @@ def run_benchmark(
     settings = evaluation_settings(folder, changes)
     check_trust(folder, trust, changed_setting_names(changes))
     out = Path(folder) / "benchmarks" / task.name
-    processes = processes or drawing_processes(folder)
+    processes = processes or default_sampling_processes(folder)
     check_run_inputs(folder, settings, ("model",))
 
     # Load everything that scores before hours of sampling.

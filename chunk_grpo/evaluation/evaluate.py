@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from .. import InputError
-from ..arguments import checked, path, whole_number
+from ..arguments import checked, path, int_at_least
 from ..core import settings as setting
 from ..core.files import atomic_write, write_json
 from ..core.statistics import bootstrap_images, bootstrap_ratio
@@ -35,7 +35,7 @@ from chunk_grpo.evaluation.parts import (
     progress_watcher,
     read_parts,
 )
-from ..runs.processes import drawing_processes, share_out
+from ..runs.processes import default_sampling_processes, share_out
 
 # %% ../../nbs/10_evaluation/02_evaluate.ipynb #9e196587
 def ode_arms(
@@ -407,7 +407,7 @@ def write_scores(
     write_json(Path(folder) / "summary.json", summary)
 
 
-@checked(run=path(), processes=whole_number(0), changes=Mapping[str, Any] | Sequence[str])
+@checked(run=path(), processes=int_at_least(0), changes=Mapping[str, Any] | Sequence[str])
 def evaluate(
     run: Path | str,  # folder of a finished run, which gets evaluation/
     say: Callable[[str], None] = lambda text: None,  # called with lines about the progress
@@ -452,7 +452,7 @@ def evaluate(
     with evaluation_lock(run):
         # Sample the missing parts, in this process or in several.
         missing = len(parts) - len(read_parts(folder))
-        count = min(processes or drawing_processes(run), missing)
+        count = min(processes or default_sampling_processes(run), missing)
         watch = progress_watcher(settings, parts, folder, say)
         if count > 1:
             arguments = {

@@ -44,13 +44,13 @@ from chunk_grpo.models.inputs import (
     ImagePrompt,
     hash_records,
     open_source_image,
-    prompt_content,
+    prompt_identity,
     read_run_prompts_with_records,
 )
 from ..models.policy import Policy
 from ..reward_serving import placement
 from ..rewards import rewards
-from ..runs.processes import drawing_threads, progress_text
+from ..runs.processes import sampling_threads, progress_text
 from chunk_grpo.runs.run_folder import (
     check_trust,
     file_of_run,
@@ -201,7 +201,7 @@ def unfinished_evaluation_folder(
     identity = {
         "settings": settings.model_dump(mode="json", exclude={"threads"}),
         "arms": dict(arms),
-        "prompts": [prompt_content(prompt) for prompt in prompts],
+        "prompts": [prompt_identity(prompt) for prompt in prompts],
         "weights": hash_trained_weights(run),
     }
     # The settings hold only the path of the prompt list; the records include its negative prompts.
@@ -300,7 +300,7 @@ def sample_share(
         if part not in done
     ]
     # The scorers are loaded inside this context, because a worker gets as many threads as this process has at that time.
-    with drawing_threads(settings.threads):
+    with sampling_threads(settings.threads):
         scorers = load_scorers(settings, run, trust)
         rewards.check_prompts(scorers, prompts, "eval_prompts", prompt_records)
         model = load_trained_policy(run, settings)

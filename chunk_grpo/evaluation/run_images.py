@@ -18,10 +18,10 @@ from .. import InputError
 from ..core.files import RunInfo, hash_files, read_json
 from ..core.settings import Settings, guidance_scales, image_size, training_sizes
 from ..models import adapters, trainable
-from ..models.inputs import run_negative_prompts
+from ..models.inputs import read_run_negative_prompts
 from ..models.policy import TORCH_DTYPES, Policy
 from ..planning.processes import choose_image_device
-from ..planning.counts import held_out_prompts
+from ..planning.counts import read_held_out_prompts
 from chunk_grpo.runs.run_folder import (
     check_run_inputs,
     file_of_run,
@@ -116,8 +116,8 @@ def load_trained_policy(
     check_run_inputs(run, settings, ("model",))
     # Prompts outside the run's list get the run's negative prompt.
     negative_prompts = {}
-    if held_out_prompts(settings):
-        negative_prompts = run_negative_prompts(settings, ["eval_prompts"])
+    if read_held_out_prompts(settings):
+        negative_prompts = read_run_negative_prompts(settings, ["eval_prompts"])
     # Read and check the weights before the base is loaded, which takes long.
     final = folder.name == "final"
     groups = ("ema", "weights")
@@ -141,12 +141,12 @@ def load_trained_policy(
         "resolution": settings.eval_resolution,
         "guidance": guidance,
         "true_cfg_scale": true_cfg_scale,
-        "frozen": True,
+        "sampling_only": True,
     }
     policy = trainable.load_trainable_policy(
         settings.model, device=choose_image_device(settings), **options
     )
-    adapters.load_start(
+    adapters.load_start_adapter(
         policy, settings, run
     )  # the weights that training started from are the base
     policy.truncate_timesteps = settings.truncate_timesteps  # as in training

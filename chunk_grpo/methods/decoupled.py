@@ -18,7 +18,7 @@ from .. import InputError
 from ..core.settings import Settings
 from ..theory import chunk_search
 from ..theory.chunks import Chunks, flatten_chunks, parse_chunk_numbers
-from ..theory.dynamics import chunk_count
+from ..theory.dynamics import count_trained_chunks
 from ..theory.sampler import Sampler
 from ..theory.schedule import add_noise, velocity_target
 from ..planning.counts import transitions_per_image
@@ -147,9 +147,9 @@ class Decoupled(Method):
             allowed = parse_chunk_numbers(self.settings.train_chunks, len(chunks))
             sizes = [chunks.sizes[k] for k in allowed]
             has_equal_sizes = len(set(sizes)) == 1
-            if has_equal_sizes or chunk_count(len(sizes), self.settings.chunk_fraction) == len(
-                sizes
-            ):
+            if has_equal_sizes or count_trained_chunks(
+                len(sizes), self.settings.chunk_fraction
+            ) == len(sizes):
                 return levels
         # A list per image tells the mean over processes that images may train unequal numbers of levels.
         return [levels] * len(paths.keys)
@@ -203,7 +203,7 @@ class Decoupled(Method):
                 parse_chunk_numbers(self.settings.train_chunks, len(image_chunks))
             )
             order = torch.randperm(len(allowed), generator=make_generator(*key, stream="chunks"))
-            count = chunk_count(len(allowed), self.settings.chunk_fraction)
+            count = count_trained_chunks(len(allowed), self.settings.chunk_fraction)
             rows.append(allowed[order[:count].sort().values])
         return pad_sequence(rows, batch_first=True, padding_value=-1)
 
@@ -301,7 +301,7 @@ class VGrpo(Elbo):
         iteration: int,
     ) -> Tensor:
         """Cut the grid into equal strata and sample a level from each, the same for a group; (B, k) long."""
-        count = chunk_count(len(chunks), self.settings.chunk_fraction)
+        count = count_trained_chunks(len(chunks), self.settings.chunk_fraction)
         edges = torch.arange(count + 1) * len(chunks) // count
         uniforms = [
             torch.rand(count, generator=make_generator(*key.with_generation(-1), stream="chunks"))

@@ -21,7 +21,7 @@ from ..core.settings import Settings
 from chunk_grpo.models.cost import (
     largest_training_size,
     meta_forward,
-    meta_policy,
+    build_meta_policy,
     run_two_blocks_per_kind,
 )
 from .policy import ModelConfig, Policy, find_blocks
@@ -202,7 +202,7 @@ def _count_activation_bytes(
 
     With gradient checkpointing they include what the largest block takes while it runs forward and backward.
     """
-    policy = meta_policy(
+    policy = build_meta_policy(
         config=config,
         resolution=resolution,
         max_tokens=max_tokens,
@@ -303,7 +303,7 @@ def _decode_bytes(
 
     Returns the most that all tensors take at once, and the bytes of the largest tensor alone.
     """
-    policy = meta_policy(config, resolution, 16, dtype)
+    policy = build_meta_policy(config, resolution, 16, dtype)
     live = LiveBytesMode()
     if tiling:
         policy.vae.enable_slicing()
@@ -323,7 +323,7 @@ def _decode_limit(
     resolution: int | tuple[int, int],  # side length or (height, width), pixels
 ) -> int:
     """Return how many images of a resolution the VAE may decode in one batch."""
-    return meta_policy(config, resolution, 16).decode_limit
+    return build_meta_policy(config, resolution, 16).decode_limit
 
 
 def images_decoded_at_once(

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['START_FOLDER', 'START_FILE', 'LAYOUTS', 'find_adapter_file', 'Adapter', 'read_adapter', 'read_start_adapter',
-           'write_adapter', 'save_adapter', 'start_from_adapter', 'load_start']
+           'write_adapter', 'save_adapter', 'start_from_adapter', 'load_start_adapter']
 
 # %% ../../nbs/03_models/06_adapters.ipynb #5b1f0a05
 import copy
@@ -405,7 +405,7 @@ def start_from_adapter(
     policy.start_params = [p.detach().clone() for p in adapter_parameters(policy)]
 
 
-def load_start(
+def load_start_adapter(
     policy: Policy,  # trainable; changed in place
     settings: Any,  # of the run
     run: Path,  # its folder, which has a copy of the adapter that it started from

@@ -6,13 +6,13 @@
 __all__ = ['OTHER_FILES', 'MODEL_FOLDERS', 'FAMILIES', 'SCHEDULER', 'locate_model', 'hash_model_files', 'read_tensor_shapes',
            'read_model_json', 'check_noise_levels', 'check_scheduler', 'check_family_matches_pipeline',
            'check_pipeline_folder', 'import_class', 'find_family', 'build_meta_network', 'check_network_weights',
-           'unknown_words', 'check_components', 'split_prompt_column', 'is_prompt_list', 'find_prompt_column',
+           'find_unknown_words', 'check_components', 'split_prompt_column', 'is_prompt_list', 'find_prompt_column',
            'read_prompt_records', 'read_prompts', 'read_prompts_with_records', 'hash_records', 'ImagePrompt',
            'open_source_image', 'find_editing_pipeline', 'read_model_prompts', 'read_run_prompts', 'may_have_sizes',
-           'read_prompt_sizes', 'read_run_prompts_with_records', 'prompt_content', 'read_negative_prompts',
-           'run_negative_prompts', 'describe_prompts', 'write_prompts', 'sample_prompt_indices',
-           'space_positions_evenly', 'check_sizes_of_family', 'content_hashes', 'absolute_inputs', 'hash_prompts',
-           'model_stamp', 'input_records', 'find_changed_input']
+           'read_prompt_sizes', 'read_run_prompts_with_records', 'prompt_identity', 'read_negative_prompts',
+           'read_run_negative_prompts', 'describe_prompts', 'write_prompts', 'sample_prompt_indices',
+           'space_positions_evenly', 'check_one_size_for_editing', 'check_and_hash_inputs', 'make_inputs_absolute',
+           'hash_prompts', 'model_stamp', 'describe_inputs', 'find_changed_input']
 
 # %% ../../nbs/03_models/00_inputs.ipynb #05005ec1
 import contextlib
@@ -582,7 +582,7 @@ def _load_tokenizer(
     return tokenizer
 
 
-def unknown_words(
+def find_unknown_words(
     folder: Path,  # a pipeline's folder
     prompts: list[str],  # words separated by blanks
 ) -> list[str]:
@@ -1445,7 +1445,7 @@ def read_run_prompts_with_records(
     return read_run_prompts(settings, field), records
 
 
-def prompt_content(prompt: str) -> str | list[str]:
+def prompt_identity(prompt: str) -> str | list[str]:
     """Return what identifies a prompt, as a JSON value: its text, or its text and the hash of its image."""
     if isinstance(prompt, ImagePrompt):
         return [str(prompt), prompt.image_sha256]
@@ -1494,7 +1494,7 @@ def _read_run_list(
     return read_run_prompts(settings, field), negatives
 
 
-def run_negative_prompts(
+def read_run_negative_prompts(
     settings: Any,  # of a run or of an evaluation
     fields: Sequence[str] = ("prompts", "eval_prompts"),  # settings that name the lists
 ) -> dict[str, str]:  # prompt -> negative prompt
@@ -1524,13 +1524,13 @@ def run_negative_prompts(
 def _list_content(
     settings: Any,  # with model, family and the list
     field: str,  # the setting that names the list
-) -> list:  # per prompt: `prompt_content`, or [`prompt_content`, negative prompt] if it has one
+) -> list:  # per prompt: `prompt_identity`, or [`prompt_identity`, negative prompt] if it has one
     """Return the prompts and negative prompts of a list as JSON values, independent of the format of the file."""
     prompts, negatives = _read_run_list(settings, field)
     return [
-        [prompt_content(prompt), negatives[prompt]]
+        [prompt_identity(prompt), negatives[prompt]]
         if prompt in negatives
-        else prompt_content(prompt)
+        else prompt_identity(prompt)
         for prompt in prompts
     ]
 
@@ -1664,7 +1664,7 @@ def _hash_lists(settings: Any) -> str:  # hex
     return hashlib.sha256(json.dumps(contents).encode()).hexdigest()
 
 
-def check_sizes_of_family(
+def check_one_size_for_editing(
     settings: Any,  # of a run
     family: Any,  # class of the model's family
 ) -> None:
@@ -1676,7 +1676,7 @@ def check_sizes_of_family(
         )
 
 
-def content_hashes(
+def check_and_hash_inputs(
     settings: Any,  # of a run
 ) -> dict[
     str, str
@@ -1688,11 +1688,11 @@ def content_hashes(
     prompts = read_run_prompts(settings)
     read_prompt_sizes(settings)
     lists_sha256 = _hash_lists(settings)
-    run_negative_prompts(settings)
+    read_run_negative_prompts(settings)
     sample_prompt_indices(len(prompts), settings.prompts_per_iteration, settings.seed, 0)
     model = locate_model(settings.model)
     family = find_family(check_pipeline_folder(model, settings.family))
-    check_sizes_of_family(settings, family)
+    check_one_size_for_editing(settings, family)
     for _, scale in guidance_scales(settings):
         family.check_guidance(read_model_json(model, "model_index.json"), scale)
     check_scheduler(model, settings.eval_steps)
@@ -1722,7 +1722,7 @@ _FILE_OPTIONS = (
 )
 
 
-def absolute_inputs(settings: Any) -> Any:  # settings: of a run; returns a copy
+def make_inputs_absolute(settings: Any) -> Any:  # settings: of a run; returns a copy
     """Return the settings with absolute paths of the model, the start adapter, the prompts and the reward files.
 
     A path that does not exist on this machine stays as it is.
@@ -1788,7 +1788,7 @@ def _hash_stamped_model(
     return hash_model_files(folder, MODEL_FOLDERS)
 
 
-def input_records(
+def describe_inputs(
     settings: Any,  # of a run
 ) -> dict[
     str, str

@@ -27,7 +27,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from .. import InputError
-from ..arguments import checked, number, some, whole_number
+from ..arguments import checked, number, some, int_at_least
 from ..core.machine import check_environment, use_full_float32
 from ..core.settings import image_size
 from ..theory.schedule import dynamic_shift, sigmas
@@ -611,7 +611,7 @@ def _load_policy_of_pipeline(
     ),
     dtype=Literal["float32", "bfloat16", "float16"],
     weights=Literal["float32", "bfloat16", "float16"] | None,
-    max_tokens=whole_number(1),
+    max_tokens=int_at_least(1),
     guidance=number(low=0),
     true_cfg_scale=number(low=1),
     device=some(str | torch.device, "a device that torch has here, such as cpu", _is_device),

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from .. import InputError
 from ..arguments import checked
-from .inputs import hash_model_files, import_class, prompt_content
+from .inputs import hash_model_files, import_class, prompt_identity
 
 _RECENT_SECONDS = 7 * 24 * 3600  # a file used within this time is never removed
 # writing a file takes milliseconds, so an unfinished one that is older was left by a process that was killed
@@ -44,7 +44,7 @@ def prompt_cache_folder() -> Path:
 
 def _prompt_identity(prompt: str) -> str:
     """Return a text that identifies a prompt: its own text, followed by the hash of its image if it has one."""
-    content = prompt_content(prompt)
+    content = prompt_identity(prompt)
     return content if isinstance(content, str) else " ".join(content)
 
 

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['PROCESS_TIMEOUT', 'find_lora_layers', 'describe_layers', 'list_adapted_layers', 'freeze_layers_without_gradient',
            'make_trainable', 'trained_share', 'swap_weights', 'adapter_parameters', 'base_weights',
-           'save_trained_weights', 'read_saved_weights', 'load_trained_weights', 'attention_problem',
+           'save_trained_weights', 'read_saved_weights', 'load_trained_weights', 'try_attention_backend',
            'check_attention_backend', 'set_attention_backend', 'compile_blocks', 'read_network',
            'load_trainable_policy', 'full_tensor', 'shard_model', 'gather_model']
 
@@ -138,7 +138,7 @@ def make_trainable(
     sharding: str = "none",  # or fsdp: each process holds a shard of all weights but the adapter
     sharding_offload: bool = False,  # keep the sharded base of an adapter in host memory
     sharding_group: int = 0,  # processes that together hold one copy of the weights; 0: all
-    frozen: bool = False,  # for sampling only: all weights keep their number format
+    sampling_only: bool = False,  # for sampling only: all weights keep their number format
 ) -> list[nn.Parameter]:  # the weights to optimise, float32
     """Prepare a policy for training and return its trainable weights.
 
@@ -187,12 +187,12 @@ def make_trainable(
         return trained
 
     # Full fine-tuning, or a policy that is only sampled from.
-    if not frozen:
+    if not sampling_only:
         freeze_layers_without_gradient(
             net.float().requires_grad_(True), policy.layers_without_gradient
         )
     policy.base_params = [p.detach().clone() for p in net.parameters()]
-    return [p for p in net.parameters() if p.requires_grad or frozen]
+    return [p for p in net.parameters() if p.requires_grad or sampling_only]
 
 # %% ../../nbs/03_models/04_trainable.ipynb #44be759f
 def _count_weights(parameter: Tensor) -> int:
@@ -324,7 +324,7 @@ def load_trained_weights(
         raise InputError(f"run: the weights in {folder} are those of another model.") from None
 
 # %% ../../nbs/03_models/04_trainable.ipynb #2058e94a
-def attention_problem(
+def try_attention_backend(
     name: str,  # one of diffusers' AttentionBackendName
     device: torch.device,  # where the attention computes
     dtype: torch.dtype,  # of the forward pass
@@ -375,13 +375,13 @@ def check_attention_backend(
             f"attention directly; got {name!r}"
         )
     formats = {"stored": stored, "masked": masked}
-    problem = attention_problem(name, device, dtype, **formats)
+    problem = try_attention_backend(name, device, dtype, **formats)
     if not problem:
         return
     # Torch's own choice always works; trying a backend from the hub would download it.
     names = [backend.value for backend in AttentionBackendName]
     others = [x for x in names if x != "native" and not x.endswith("_hub")]
-    working = [x for x in others if not attention_problem(x, device, dtype, **formats)]
+    working = [x for x in others if not try_attention_backend(x, device, dtype, **formats)]
     masks = ", where prompts have attention masks" if masked else ""
     raise InputError(
         f"`attention` must be {' or '.join(['native', *working])} with {str(dtype)[6:]} on {device.type}{masks}; "
@@ -473,7 +473,7 @@ def load_trainable_policy(
     sharding_group: int = 0,  # processes that together hold one copy of the weights; 0: all
     compile: bool = False,  # compile the transformer's blocks
     attention: str = "native",  # attention backend, a name of diffusers
-    frozen: bool = False,  # for sampling only: half the memory if the forward pass is in bfloat16
+    sampling_only: bool = False,  # for sampling only: half the memory if the forward pass is in bfloat16
     family: str = "",  # a class of your own, as file.py:Class; empty: the model's pipeline decides
     **load_options: Any,  # further arguments of `policy.load_policy`
 ) -> Policy:  # with `.trained`, the list of weights to optimise
@@ -482,7 +482,7 @@ def load_trainable_policy(
     Raises InputError in the same cases as `policy.load_policy` and `make_trainable`, if this machine has no compiler or
     cannot use the attention backend, and if the arguments contradict each other.
     """
-    stored = dtype if lora_rank or sharding != "none" or frozen else "float32"
+    stored = dtype if lora_rank or sharding != "none" or sampling_only else "float32"
 
     # Check what can be checked before the weights are read.
     quantization = load_options.get("quantization", "none")
@@ -538,7 +538,7 @@ def load_trainable_policy(
         sharding=sharding,
         sharding_offload=sharding_offload,
         sharding_group=sharding_group,
-        frozen=frozen,
+        sampling_only=sampling_only,
     )
     return policy
 

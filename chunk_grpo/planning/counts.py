@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['images_per_iteration', 'transitions_per_image', 'IterationCounts', 'iteration_counts', 'forwards_per_image',
-           'forward_backward_cost', 'iteration_flops', 'held_out_prompts', 'prompt_list_exists', 'EvaluationForwards',
-           'EvaluationFlops', 'evaluation_forwards', 'evaluation_flops']
+           'forward_backward_cost', 'iteration_flops', 'read_held_out_prompts', 'prompt_list_exists',
+           'EvaluationForwards', 'EvaluationFlops', 'evaluation_forwards', 'evaluation_flops']
 
 # %% ../../nbs/06_planning/00_counts.ipynb #1ba1083b
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from .. import InputError
 from ..core.settings import Settings, guidance_scales, training_sizes
-from ..theory.dynamics import DEFAULT_CHUNKS, chunk_count
+from ..theory.dynamics import DEFAULT_CHUNKS, count_trained_chunks
 from ..models.cost import forward_flops, mean_forward_flops
 from ..models.inputs import is_prompt_list, read_run_prompts, split_prompt_column
 from ..models.policy import ModelConfig
@@ -36,7 +36,7 @@ def transitions_per_image(
     # A profile without known sizes still determines the number of chunks, and so the mean.
     if sizes is None and settings.chunk_rule.kind == "profile":
         chunk_total = min(DEFAULT_CHUNKS, settings.transitions)
-        sampled = chunk_count(
+        sampled = count_trained_chunks(
             len(settings.train_chunk_numbers or range(chunk_total)), settings.chunk_fraction
         )
         return 1, settings.transitions * sampled / chunk_total, settings.transitions
@@ -150,7 +150,7 @@ def iteration_flops(
     return {phase: count * forward_flop for phase, count in forwards.items()}
 
 # %% ../../nbs/06_planning/00_counts.ipynb #bd5c12ae
-def held_out_prompts(settings: Settings) -> list[str]:
+def read_held_out_prompts(settings: Settings) -> list[str]:
     """Read the held-out prompts of a run; return [] if their file does not exist on this machine."""
     if not prompt_list_exists(settings.eval_prompts):
         return []
@@ -206,7 +206,7 @@ def evaluation_flops(
     )
     arms = 1 + (0 < settings.hybrid_split < settings.eval_steps)
     evaluations = 1 if not settings.eval_every else -(-settings.iterations // settings.eval_every)
-    prompts = len(held_out_prompts(settings)) or 1
+    prompts = len(read_held_out_prompts(settings)) or 1
     images = prompts * settings.eval_images
     after_run = sum(
         images

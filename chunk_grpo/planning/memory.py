@@ -20,7 +20,7 @@ from chunk_grpo.models.cost import (
     count_trained_parameters,
     largest_training_size,
     latent_numel,
-    meta_policy,
+    build_meta_policy,
     model_sizes,
 )
 from ..models.policy import TORCH_DTYPES, ModelConfig
@@ -44,7 +44,7 @@ def _count_linear_parameters(
     config: ModelConfig,
 ) -> int:
     """Count the weights of the transformer's linear layers, which are the ones that are quantized."""
-    network = meta_policy(config, 64, 16).transformer
+    network = build_meta_policy(config, 64, 16).transformer
     return sum(layer.weight.numel() for layer in network.modules() if isinstance(layer, nn.Linear))
 
 

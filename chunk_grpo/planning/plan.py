@@ -27,12 +27,12 @@ from chunk_grpo.models.cost import (
     count_trained_parameters,
     find_model_config,
     mean_forward_flops,
-    meta_policy,
+    build_meta_policy,
     model_sizes,
     prompt_embeds_bytes,
 )
 from chunk_grpo.models.inputs import (
-    check_sizes_of_family,
+    check_one_size_for_editing,
     describe_prompts,
     find_family,
     may_have_sizes,
@@ -43,7 +43,7 @@ from chunk_grpo.planning.counts import (
     evaluation_flops,
     evaluation_forwards,
     forwards_per_image,
-    held_out_prompts,
+    read_held_out_prompts,
     images_per_iteration,
     iteration_counts,
     iteration_flops,
@@ -123,7 +123,7 @@ def describe_counts(
     trains_chunks = settings.method == "chunk" and not user_code
     counts = counts or iteration_counts(settings)
     mean_transitions = counts.trained
-    prompts = len(held_out_prompts(settings))
+    prompts = len(read_held_out_prompts(settings))
 
     rows = []
     if show_prompts:
@@ -365,7 +365,7 @@ def _describe_device(
     speed = rate * 1e12 * shares["evaluation"].value * processes
     spent = ", ".join(f"{phase} {_format_duration(seconds)}" for phase, seconds in phases.items())
     evaluation_time = _format_duration(evaluation.after_run / speed)
-    if not held_out_prompts(settings):
+    if not read_held_out_prompts(settings):
         evaluation_time += " a prompt"
     measured = f"not measured on {device.name}"
     if any(source.startswith("measured") for _, source in shares.values()):
@@ -409,7 +409,7 @@ def estimate_numbers(
     config = find_model_config(settings.model, settings.family)
     if config is None:
         return numbers | dict.fromkeys(("parameters", "flops", "memory_bytes", "least_seconds"))
-    check_sizes_of_family(settings, find_family(config.pipeline))
+    check_one_size_for_editing(settings, find_family(config.pipeline))
     settings = fit_update_batch(config, settings)
     speed = rate * processes
     # Without given counts, the operations depend on the fitted update batch.
@@ -442,7 +442,7 @@ def _describe_adapted_layers(
     # Imported only when needed, because it requires peft.
     from chunk_grpo.models.trainable import list_adapted_layers, describe_layers
 
-    policy = meta_policy(config, 64, 16, rank=rank, targets=targets)
+    policy = build_meta_policy(config, 64, 16, rank=rank, targets=targets)
     return describe_layers(list_adapted_layers(policy.transformer))
 
 
@@ -468,7 +468,7 @@ def describe_estimates(
     numbers = estimate_numbers(settings, rate, processes, counts)
     settings = fit_update_batch(config, settings)
     evaluation = evaluation_flops(settings, config)
-    per_prompt = "" if held_out_prompts(settings) else " a prompt"
+    per_prompt = "" if read_held_out_prompts(settings) else " a prompt"
 
     # Sizes and operations.
     embeds = _format_amount(encoded * prompt_embeds_bytes(config, settings), "B")

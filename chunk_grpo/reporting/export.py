@@ -20,7 +20,7 @@ from ..core import settings as setting
 from ..core.files import atomic_write
 from ..models import adapters, inputs
 from ..models.trainable import read_saved_weights, save_trained_weights
-from ..planning.counts import held_out_prompts
+from ..planning.counts import read_held_out_prompts
 from ..pocket import POCKET_MODELS
 from .model_card import SOURCE_FILE, is_hub_id, model_card
 from ..evaluation import run_images
@@ -96,7 +96,7 @@ def export_run(
     run_folder.check_trust(run, trust, doing="exporting", rewards_too=False)
     weights = run_images.find_newest_weights(run)
     inputs_used = ["model"]
-    prompts = held_out_prompts(settings) if trust or run_folder.is_own_run(run) else []
+    prompts = read_held_out_prompts(settings) if trust or run_folder.is_own_run(run) else []
     if prompts:
         inputs_used.append("eval_prompts")
     run_folder.check_run_inputs(run, settings, inputs_used)

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['METHOD_COLOURS', 'FURTHER_COLOURS', 'ARM_LABELS', 'method_colour', 'create_subplots', 'with_house_style',
-           'short_name', 'figure_to_png', 'display_figure', 'metric_series', 'draw_mean', 'draw_held_out',
+           'shorten_name', 'figure_to_png', 'display_figure', 'metric_series', 'draw_mean', 'draw_held_out',
            'plot_profile', 'read_image', 'choose_fonts', 'plot_image_grid', 'plot_before_after', 'checker_notes',
            'plot_deltas', 'plot_categories', 'plot_progress', 'LiveFigure', 'watch_run']
 
@@ -35,7 +35,7 @@ from matplotlib.ticker import MaxNLocator
 from .. import InputError
 from ..core.settings import Settings, reward_weights, method_label
 from ..core.statistics import NORMAL_QUANTILE
-from ..pocket.geneval import describe_things, detect_shapes, images_to_numpy
+from ..pocket.geneval import describe_objects, detect_shapes, images_to_numpy
 from chunk_grpo.runs.run_folder import (
     file_of_run,
     read_metrics_lines,
@@ -123,7 +123,7 @@ def with_house_style(draw: Callable) -> Callable:  # draw: a function that retur
     return draw_in_style
 
 
-def short_name(
+def shorten_name(
     name: str,  # of a reward, a run or a setting
     longest: int = 44,  # largest number of characters
 ) -> str:
@@ -419,7 +419,7 @@ def checker_notes(
         if cell.scores.get("pocket-geneval") == 0:
             image = read_image(file_of_run(folder, cell.file))
             (seen,) = detect_shapes(images_to_numpy([image]))
-            notes.append(f"{cell.prompt}, {ARM_LABELS[cell.arm]}: it sees {describe_things(seen)}")
+            notes.append(f"{cell.prompt}, {ARM_LABELS[cell.arm]}: it sees {describe_objects(seen)}")
     return notes
 
 # %% ../../nbs/12_reporting/00_figures.ipynb #5ffdbcf3
@@ -463,7 +463,7 @@ def plot_deltas(
         axis.set(
             yticks=range(len(arms)),
             yticklabels=[ARM_LABELS.get(arm, arm) for arm in arms],
-            title=short_name(name),
+            title=shorten_name(name),
             xlabel="difference to the base",
             ylim=(-0.6, len(arms) - 0.3),
         )
@@ -496,7 +496,7 @@ def plot_categories(
             label=ARM_LABELS[arm],
         )
     axis.set(yticks=range(len(categories)), yticklabels=[c.replace("_", " ") for c in categories])
-    axis.set(xlabel=f"mean {short_name(name)}", ylim=(-0.6, len(categories) - 0.4))
+    axis.set(xlabel=f"mean {shorten_name(name)}", ylim=(-0.6, len(categories) - 0.4))
     figure.legend(loc="outside upper right", ncols=5, fontsize=8)
     return figure
 
@@ -522,7 +522,7 @@ def plot_progress(
     )
     if name:
         draw_held_out(axes[0], metrics, name, colour)
-    axes[0].set_ylabel(short_name(name or "reward"))
+    axes[0].set_ylabel(shorten_name(name or "reward"))
 
     if "clip_fraction" in metrics and metrics.clip_fraction.notna().any():
         rows = metrics.dropna(subset=["clip_fraction"])

@@ -17,7 +17,7 @@ import chunk_grpo
 from ..core import settings as setting
 from ..evaluation import evaluate as evaluating
 from ..models import adapters, inputs
-from ..planning.counts import held_out_prompts
+from ..planning.counts import read_held_out_prompts
 from ..pocket import POCKET_MODELS
 from . import tables
 from ..runs import run_folder
@@ -148,9 +148,9 @@ def model_card(
     may_quote = settings.eval_prompts.startswith("pocket:") or trust or run_folder.is_own_run(run)
     family = inputs.check_pipeline_folder(inputs.locate_model(settings.model), settings.family)
     pipeline = inputs.find_family(family).pipeline
-    prompts = held_out_prompts(settings) if may_quote else []
+    prompts = read_held_out_prompts(settings) if may_quote else []
     prompt = next(iter(prompts), "a photo")
-    negatives = inputs.run_negative_prompts(settings, ["eval_prompts"]) if prompts else {}
+    negatives = inputs.read_run_negative_prompts(settings, ["eval_prompts"]) if prompts else {}
     negative_prompt = negatives.get(prompt, settings.negative_prompt)
     _, (_, true_cfg_scale) = setting.guidance_scales(settings)
     takes_embeddings = pipeline == "Flux2KleinPipeline" and true_cfg_scale > 1
@@ -178,6 +178,6 @@ def model_card(
         pipeline_import=pipeline.rpartition(".")[::2] if "." in pipeline else ("diffusers", ""),
         seed=derive_seed(settings.eval_seed, -1, 0, 0),
         scores=_markdown_table(tables.evaluation_rows(summary["rewards"])) if summary else "",
-        as_trained=tables.as_trained_note(summary) if summary else "",
+        as_trained=tables.describe_as_trained_sampling(summary) if summary else "",
     )
     return card + "\n"

@@ -17,14 +17,14 @@ import numpy as np
 from diffusers.image_processor import VaeImageProcessor
 
 from .. import InputError
-from ..arguments import checked, path, texts, whole_number
+from ..arguments import checked, path, texts, int_at_least
 from ..core import settings as setting
 from ..core.files import atomic_write, write_json
 from ..evaluation import evaluate as evaluating
 from ..evaluation import run_images
 from ..models import inputs
 from ..models.policy import Policy
-from ..planning.counts import held_out_prompts
+from ..planning.counts import read_held_out_prompts
 from .figures import ARM_LABELS, figure_to_png, plot_image_grid
 from .widgets import SnapshotBox, gallery_html
 from ..runs import processes, run_folder
@@ -58,7 +58,7 @@ def sample_run_images(
 ) -> Iterator[dict]:  # per image: prompt, number, arm, split, seed, generator_seed, image
     """Sample and yield one image for every prompt, arm and seed."""
     model.set_resolution(settings.eval_resolution).encode(list(dict.fromkeys(prompts)))
-    held_out = held_out_prompts(settings)
+    held_out = read_held_out_prompts(settings)
     for number, prompt in enumerate(prompts):
         # A held-out prompt keeps its index in the list, and with it the noise of the evaluation.
         index = held_out.index(prompt) if prompt in held_out else 0
@@ -84,7 +84,7 @@ def sample_run_images(
                 }
 
 
-def _contact_sheet(
+def _draw_contact_sheet(
     images: Sequence[Mapping],  # as `sample_run_images` yields them
 ) -> bytes:  # a PNG file
     """Return a picture of all images, with a row per prompt and a column per arm and seed."""
@@ -171,13 +171,13 @@ def _write_samples(
         "images": records,
     }
     write_json(folder / "samples.json", content)
-    (folder / "contact-sheet.png").write_bytes(_contact_sheet(images))
+    (folder / "contact-sheet.png").write_bytes(_draw_contact_sheet(images))
 
 
 @checked(
     run=path(),
     prompts=texts(1),
-    seeds=Sequence[whole_number(0)],
+    seeds=Sequence[int_at_least(0)],
     out=path() | None,
     changes=Mapping[str, Any] | Sequence[str],
 )
@@ -206,7 +206,7 @@ def sample_run(
     _check_source_images(prompts, settings)
     weights = run_images.find_newest_weights(run)
     inputs_used = ["model"]
-    if held_out_prompts(settings):
+    if read_held_out_prompts(settings):
         inputs_used.append("eval_prompts")
     run_folder.check_run_inputs(run, settings, inputs_used)
 

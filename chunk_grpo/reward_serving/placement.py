@@ -33,7 +33,7 @@ from torch import Tensor
 from .. import InputError
 from ..arguments import checked, text
 from ..core.machine import terminate_process_group
-from ..core.settings import REWARD_PLACES
+from ..core.settings import EXTERNAL_REWARD_OPTIONS
 from . import client
 from ..rewards import rewards
 from ..rewards.images import Images
@@ -477,8 +477,8 @@ def load_placed_reward(
     backend = options.pop("backend", "plain") if name == "hpsv3" else "plain"
     if backend not in ("plain", "package"):
         raise InputError(f"`backend` must be plain or package; got {backend!r}")
-    places = {key: options.pop(key, None) for key in REWARD_PLACES}
-    named = [key for key in REWARD_PLACES if places[key]]
+    places = {key: options.pop(key, None) for key in EXTERNAL_REWARD_OPTIONS}
+    named = [key for key in EXTERNAL_REWARD_OPTIONS if places[key]]
     if backend == "package":
         named.append("backend")
     if len(named) > 1:

@@ -35,7 +35,7 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from .. import InputError
-from ..arguments import checked, path, whole_number
+from ..arguments import checked, path, int_at_least
 from chunk_grpo.core.files import (
     hash_files,
     lock_log,
@@ -395,10 +395,10 @@ def check_launcher() -> None:
 @checked(
     settings=Settings | str | Path | Mapping,
     out=path() | None,
-    processes=whole_number(1),
-    nodes=whole_number(1),
-    node_rank=whole_number(0),
-    max_restarts=whole_number(0),
+    processes=int_at_least(1),
+    nodes=int_at_least(1),
+    node_rank=int_at_least(0),
+    max_restarts=int_at_least(0),
     callbacks=Sequence[Callback | Callable | str],
 )
 def train(

@@ -32,7 +32,7 @@ from chunk_grpo.core.files import (
     RunProfile,
     check_outside_runs,
     check_writable,
-    clean_run_folder,
+    remove_abandoned_in_run,
     lock_log,
     make_folders,
     read_json,
@@ -59,7 +59,7 @@ from chunk_grpo.core.settings import (
 )
 from chunk_grpo.core.user_code import (
     changed_code,
-    check_named_code,
+    check_reward_code,
     check_same_code,
     code_files,
     code_hashes,
@@ -69,10 +69,10 @@ from chunk_grpo.core.user_code import (
     assign_copy_paths,
 )
 from chunk_grpo.models.inputs import (
-    absolute_inputs,
-    content_hashes,
+    make_inputs_absolute,
+    check_and_hash_inputs,
     find_changed_input,
-    input_records,
+    describe_inputs,
 )
 from ..models.prompt_embeds import open_prompt_cache, prompt_cache_folder
 
@@ -491,7 +491,7 @@ def create_run(
         needed = ("settings", "status", "model_sha256", "prompts_sha256")
         run_info = read_json(out / "run.json", RunInfo, needed)
         old = load_settings(run_info["settings"])
-        check_resume(absolute_inputs(old), settings)
+        check_resume(make_inputs_absolute(old), settings)
         done = (
             run_info["status"] == "finished"
             and settings.iterations <= old.iterations
@@ -502,7 +502,7 @@ def create_run(
     if out is None and resume:
         raise InputError("`out` must name the run to resume; got nothing")
     out = Path(os.path.realpath(out or next_run_folder("run")))
-    settings = absolute_inputs(settings)
+    settings = make_inputs_absolute(settings)
 
     # All checks come before the first file is written.
     if not resume:
@@ -519,14 +519,14 @@ def create_run(
         # imported here, since diffusers takes seconds to import
         from chunk_grpo.models.cost import check_forward
         from chunk_grpo.planning.disk import check_disk_space
-        from chunk_grpo.planning.processes import check_device
+        from chunk_grpo.planning.processes import choose_training_device
         from chunk_grpo.training.method_loading import load_method
 
-        check_device(settings)
-        check_named_code(settings)
+        choose_training_device(settings)
+        check_reward_code(settings)
         load_method(settings)  # checks the settings of a user's method too
         check_disk_space(settings, out)
-    hashes = content_hashes(settings)
+    hashes = check_and_hash_inputs(settings)
     start_adapter = None
     if settings.lora_start:
         from chunk_grpo.models import adapters  # imported here, since it imports diffusers
@@ -555,7 +555,7 @@ def create_run(
                     "run began"
                 )
             check_same_code(run_info, code, out)
-            index = input_records(settings)["model_index"]
+            index = describe_inputs(settings)["model_index"]
             if run_info.get("inputs", {}).get("model_index", index) != index:
                 raise InputError(
                     "`model` must be the same when a run is resumed; its model_index.json changed since "
@@ -570,7 +570,7 @@ def create_run(
             settings = settings.model_copy(update=recorded)
             if not done:
                 run_info |= launch_info
-            clean_run_folder(out)
+            remove_abandoned_in_run(out)
         else:
             check_new_folder(out, run=True)
             remove_abandoned(out)
@@ -579,7 +579,7 @@ def create_run(
                 "versions": library_versions(),
                 "git_commit": current_git_commit(),
                 **hashes,
-                "inputs": input_records(settings),
+                "inputs": describe_inputs(settings),
                 "machine": machine_info(),
                 "seconds": 0.0,
                 "started": None,

@@ -26,7 +26,7 @@ from .. import InputError, __version__
 from ..core import settings as setting
 from ..core.files import atomic_write, read_json
 from ..core.settings import PRESETS_DIR, Settings
-from ..core.user_code import changed_code, check_named_code, code_hashes, find_code
+from ..core.user_code import changed_code, check_reward_code, code_hashes, find_code
 from chunk_grpo.core.validation import (
     format_value,
     read_yaml_file,
@@ -34,7 +34,7 @@ from chunk_grpo.core.validation import (
     validation_message,
 )
 from ..evaluation.evaluate import check_evaluation_changes
-from ..models.inputs import content_hashes
+from ..models.inputs import check_and_hash_inputs
 from ..training.method_loading import load_method
 
 # %% ../../nbs/13_studies/00_design.ipynb #30403af5
@@ -624,7 +624,7 @@ def find_finished_row(
     # Hashing a model takes a while, so it is done only if a row could match.
     if not candidates:
         return None
-    hashes = content_hashes(trial.settings)
+    hashes = check_and_hash_inputs(trial.settings)
     code = trial.code_hashes()
     for row in candidates:
         same_files = all(row.get(name) == value for name, value in hashes.items())
@@ -644,7 +644,7 @@ def check_trials(
             checked_arms.add(trial.arm)
             try:
                 settings = setting.load_settings(trial.settings, trial.evaluation)
-                check_named_code(settings)
+                check_reward_code(settings)
                 load_method(settings)
             except InputError as error:
                 raise InputError(f"arm {trial.arm} of the study {trial.study}: {error}") from None

@@ -7,7 +7,7 @@ __all__ = ['FIXED_SETTINGS', 'HELD_OUT_NAMES', 'CHECK_LIMITS', 'QUICK_SEEDS', 'R
            'find_method_files', 'method_changes', 'is_equal_budget', 'method_grid', 'HeldOutList', 'held_out_lists',
            'find_leaks', 'watch_opens', 'CheckedMethod', 'check_method', 'complete_rows', 'plan_content', 'write_plan',
            'detectable_difference', 'describe_comparison', 'comparison_table', 'rank_table', 'markdown_table',
-           'format_comparisons', 'summary_lines', 'build_page', 'default_folder', 'try_method', 'read_summary']
+           'format_comparisons', 'summary_lines', 'build_page', 'default_folder', 'try_method', 'summarise_try']
 
 # %% ../../nbs/13_studies/07_try_method.ipynb #e79a1a69
 import ast
@@ -962,7 +962,7 @@ def try_method(
     return out / "page.md"
 
 # %% ../../nbs/13_studies/07_try_method.ipynb #a6811e39
-def read_summary(
+def summarise_try(
     out: Path,  # folder of a finished try
 ) -> list[str]:
     """Summarise a finished try in a few sentences, from its plan and its rows."""

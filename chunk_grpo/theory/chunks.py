@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from .. import InputError
-from ..arguments import checked, whole_number
+from ..arguments import checked, int_at_least
 
 # %% ../../nbs/00_theory/02_chunks.ipynb #e581466b
 @checked(sizes=Sequence[int])
@@ -71,19 +71,19 @@ class Chunks:
         return cls(tuple(map(int, sizes)))
 
     @classmethod
-    @checked(transitions=whole_number(1))
+    @checked(transitions=int_at_least(1))
     def steps(cls, transitions: int) -> "Chunks":
         """Return chunks of one transition each, as in step-level GRPO."""
         return cls((1,) * transitions)
 
     @classmethod
-    @checked(transitions=whole_number(1))
+    @checked(transitions=int_at_least(1))
     def whole(cls, transitions: int) -> "Chunks":
         """Return a single chunk of all transitions, so one ratio per trajectory."""
         return cls((transitions,))
 
     @classmethod
-    @checked(transitions=whole_number(1), size=whole_number(1))
+    @checked(transitions=int_at_least(1), size=int_at_least(1))
     def equal(cls, transitions: int, size: int) -> "Chunks":
         """Return chunks of equal size.
 

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['DISTANCE_KINDS', 'DEFAULT_CHUNKS', 'relative_distance', 'gaussian_profile', 'optimal_sizes', 'chunks_from_profile',
-           'chunk_weights', 'tempered_weights', 'chunk_count', 'sample_without_replacement']
+           'chunk_weights', 'tempered_weights', 'count_trained_chunks', 'sample_without_replacement']
 
 # %% ../../nbs/00_theory/05_dynamics.ipynb #1b11ddc9
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from ruptures import Dynp
 from torch import Tensor
 
 from .. import InputError
-from ..arguments import checked, whole_number
+from ..arguments import checked, int_at_least
 from .chunks import Chunks
 from .sampler import Sampler
 from .schedule import gaussian_velocity
@@ -110,7 +110,7 @@ def _check_profile(profile: Tensor) -> None:
         )
 
 
-@checked(profile=Tensor | np.ndarray | Sequence[float], max_chunks=whole_number(1) | None)
+@checked(profile=Tensor | np.ndarray | Sequence[float], max_chunks=int_at_least(1) | None)
 def chunks_from_profile(
     profile: Tensor,  # mean distance of each trained transition, (n,), positive
     max_chunks: int | None = None,  # number of chunks K, at most n; None: 4, as in the paper
@@ -177,7 +177,7 @@ def tempered_weights(
     return (1 - uniform) * tempered + uniform / weights.shape[1]
 
 # %% ../../nbs/00_theory/05_dynamics.ipynb #c9a6112b
-def chunk_count(
+def count_trained_chunks(
     chunks: int,  # number of chunks K, at least 1
     fraction: float,  # share of the chunks that an update trains, in (0, 1]
 ) -> int:  # at least 1

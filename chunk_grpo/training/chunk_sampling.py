@@ -60,7 +60,7 @@ def sample_chunks(
     chunk_total = len(chunks)
     is_allowed = torch.zeros(chunk_total, dtype=torch.bool)
     is_allowed = is_allowed.index_fill(0, torch.tensor(allowed or range(chunk_total)), True)
-    count = dynamics.chunk_count(int(is_allowed.sum()), fraction)
+    count = dynamics.count_trained_chunks(int(is_allowed.sum()), fraction)
 
     weights = torch.full((len(paths.keys), chunk_total), 1 / chunk_total)
     if weighting != "uniform":

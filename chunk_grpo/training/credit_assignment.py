@@ -14,7 +14,7 @@ from torch import Tensor
 from ..theory import credit, sharing
 from ..models.policy import decode_latents
 from ..rewards.rewards import extra_inputs, score_images
-from .method import Method, is_one_state
+from .method import Method, group_shares_state
 from .replay import ReplayContext
 from .hook_checks import check_floats
 from .rollout import complete_states
@@ -35,7 +35,7 @@ def _score_completions_of_one_size(
     batch = state.settings.rollout_batch
 
     images_per_state = 1
-    if is_one_state(state.settings, paths.sampler, start):
+    if group_shares_state(state.settings, paths.sampler, start):
         images_per_state = state.settings.images_per_prompt
     # One image of each distinct state is enough.
     distinct = image_index[::images_per_state]
@@ -228,7 +228,7 @@ def anchored_images(
     def outrun(gathered: dict[str, Tensor]) -> Tensor:
         """Select images among those of all processes."""
         trained = gathered.pop("")
-        return credit.outrun_images(trained, list(gathered.values()), share)
+        return credit.select_exploiting_images(trained, list(gathered.values()), share)
 
     return _apply_to_all_groups(state, {"": combined, **other_scores}, outrun)
 
@@ -239,6 +239,6 @@ def weigh_by_distance(
     group_size: int,  # G, images per prompt
 ) -> Tensor:  # of the shape of `advantage`
     """Multiply positive advantages by the image's distance to the nearest other image of its group."""
-    distance = credit.nearest_distances(features.unflatten(0, (-1, group_size))).flatten()
+    distance = credit.relative_nearest_distances(features.unflatten(0, (-1, group_size))).flatten()
     distance = distance.reshape(-1, *[1] * (advantage.ndim - 1))
     return torch.where(advantage > 0, distance * advantage, advantage)

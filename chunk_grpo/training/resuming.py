@@ -105,7 +105,7 @@ def _restore_log(
     say: Callable[[str], None],  # prints a warning
 ) -> None:
     """Restore metrics.jsonl and profile.json to their content in a checkpoint, or empty the metrics without one."""
-    files.clean_run_folder(run)
+    files.remove_abandoned_in_run(run)
     metrics = run / "metrics.jsonl"
     if folder is None:
         # A crash may have left anything in the file, so do not parse it.

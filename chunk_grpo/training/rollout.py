@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import InputError
-from ..arguments import checked, whole_number
+from ..arguments import checked, int_at_least
 from ..theory.dynamics import relative_distance
 from ..theory.sampler import Sampler, multistep_weights
 from ..theory.schedule import predict_endpoints
@@ -663,11 +663,11 @@ def _sample_images_error(
 
 @checked(
     _sample_images_error,
-    places=Sequence[tuple[whole_number(0), whole_number(0)]],
-    seed=whole_number(0),
-    steps=whole_number(1),
-    split=whole_number(0) | None,
-    batch=whole_number(1),
+    places=Sequence[tuple[int_at_least(0), int_at_least(0)]],
+    seed=int_at_least(0),
+    steps=int_at_least(1),
+    split=int_at_least(0) | None,
+    batch=int_at_least(1),
 )
 def sample_images(
     policy: Policy,

@@ -29,7 +29,7 @@ from ..models import adapters, prompt_embeds, trainable
 from chunk_grpo.models.inputs import (
     read_prompt_sizes,
     read_run_prompts_with_records,
-    run_negative_prompts,
+    read_run_negative_prompts,
     sample_prompt_indices,
     space_positions_evenly,
 )
@@ -331,10 +331,10 @@ def load_policy_and_optimizer(
         resolution=sizes[0],
         device=state.accelerator.device,
     )
-    adapters.load_start(policy, settings, state.run)
+    adapters.load_start_adapter(policy, settings, state.run)
     policy.truncate_timesteps = settings.truncate_timesteps
     policy.negative_prompt = settings.negative_prompt
-    policy.negative_prompts = run_negative_prompts(settings)
+    policy.negative_prompts = read_run_negative_prompts(settings)
     # Set every size once, so that a size that cannot be packed is an error now. The first size comes last, since the
     # policy has that size between iterations.
     for size in (settings.eval_resolution, *reversed(sizes)):

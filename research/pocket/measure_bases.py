@@ -59,7 +59,9 @@ def measure_base(
     images: int,  # per prompt
 ) -> list[dict]:  # a row a reward
     """Draw images of the base as a rollout of the training does, and score them."""
-    policy = trainable.load_trainable_policy(model, resolution=64, max_tokens=12, frozen=True)
+    policy = trainable.load_trainable_policy(
+        model, resolution=64, max_tokens=12, sampling_only=True
+    )
     scorers = {name: rewards.load_reward(name) for name in REWARDS}
     sampler = Sampler(sigmas(17, 3.0), "flow", 0.7)
     prompts = pocket.read_pocket_prompts(split)
