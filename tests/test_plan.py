@@ -655,14 +655,14 @@ def test_a_saving_that_is_enough_is_offered(preset, changes, device, expected):
 
 def test_a_base_in_host_memory_is_offered_only_under_an_adapter():
     run_settings = settings.load_settings(
-        "paper/one-h200-lora", {"resolution": 1024, "eval_resolution": 1024}
+        "paper/one-h200-lora", {"resolution": 2048, "eval_resolution": 2048}
     )
     network = find_model_config(run_settings.model)
     where = find_device("rtx4090")
-    found, total = plan._find_savings(run_settings, network, where, 2)
+    found, total = plan._find_savings(run_settings, network, where)
     assert found["sharding_offload"] and found["sharding"] == "fsdp"
     smaller = settings.load_settings(run_settings, found)
-    assert where.fits(total) and peak_memory(smaller, network, 2)[0] == total
+    assert where.fits(total) and peak_memory(smaller, network)[0] == total
     # One process has no other to share weights with, but can leave them in host memory.
     assert plan._merge_savings(run_settings, [{"sharding": "fsdp"}], 1) is None
     offload = [{"sharding": "fsdp", "sharding_offload": True}]

@@ -99,8 +99,8 @@ def raise_on_sigterm(
 def defer_sigterm() -> Iterator[Callable[[], contextlib.AbstractContextManager]]:
     """Delay a SIGTERM that arrives within this block until the end of the block.
 
-    Yields a function that returns a context manager for an inner block, in which SIGTERM has the effect that it had
-    before this block.
+    Yields a function `interruptible`. Within `with interruptible():`, SIGTERM has the effect that it had outside of this
+    block.
     """
     before = _sigterm.deferred
     with _sigterm_deferred(True):

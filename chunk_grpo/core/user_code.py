@@ -231,7 +231,10 @@ def code_hashes(
 
 
 def check_reward_code(settings: Settings) -> None:
-    """Raise InputError unless the rewards that settings name as code and that run in this process can be imported."""
+    """Import every reward that is a file or module of the user and runs in this process, not in a worker.
+
+    Raises InputError if one cannot be imported.
+    """
     for setting, path, search_path in _locate_named_code(settings):
         if setting in ("reward", "eval_rewards") and search_path is None:
             if not settings.reward_options.get(path, {}).get("worker"):

@@ -537,9 +537,9 @@ class JudgeReward:
         question: ImageQuestion,
         stop: Event,  # ends a pause when it is set
     ) -> float:
-        """Ask until an answer can be read, at most `tries` times, and return its score.
+        """Ask the judge to rate an image, up to `tries` times, and return the score.
 
-        Returns `unread` if no answer can be read; raises InputError if `unread` is None.
+        Without a readable answer, returns `unread`, or raises InputError if `unread` is None.
         """
         text = ""
         for _ in range(self.judge.tries):

@@ -433,9 +433,9 @@ def _category_shares(
     items: Sequence[JudgedPrompt],
     records: Sequence[Mapping],  # records of one arm, one per image
 ) -> dict[str, dict]:  # category -> answered and score, see `bootstrap_ratio`
-    """Compute for each category the share of questions answered yes, and the share that count.
+    """Compute, for each category, the share of questions answered yes, and the share that still count as yes.
 
-    The intervals are over prompts.
+    A yes counts only if the questions that it depends on were answered yes. Confidence intervals resample prompts.
     """
     rows = []
     for r in records:

@@ -330,7 +330,7 @@ class Awm(Decoupled):
 
     def statistic(
         self,
-        new: tuple[Tensor, ...],  # transition statistics under the present weights, (m,) each
+        new: tuple[Tensor, ...],  # transition statistics under the current weights, (m,) each
         old: tuple[Tensor, ...],  # transition statistics before the first update
     ) -> Tensor:
         """Return the log-ratio and the distance to the average's velocity, (m, 2)."""
@@ -367,7 +367,7 @@ class Nft(Decoupled):
         return tuple(normalised_error(x - t * velocity - clean) for velocity in (mixed, mirrored))
 
     def statistic(self, new: tuple[Tensor, ...], old: tuple[Tensor, ...]) -> Tensor:
-        """Return both errors of the present weights, (m, 2)."""
+        """Stack the errors of both predictions under the current weights, (m, 2); `old` is not used."""
         return torch.stack(new, 1)
 
     def objective(self, terms: ChunkTerms) -> Tensor:

@@ -195,7 +195,7 @@ class SelfOpd(Method):
         return log_density, cosines
 
     def statistic(self, new: tuple[Tensor, ...], old: tuple[Tensor, ...]) -> Tensor:
-        """Concatenate the log-density and the cosines under the present weights, (m, G + 1)."""
+        """Concatenate the log-density and the cosines under the current weights, (m, G + 1)."""
         log_density, cosines = new
         return torch.cat([log_density[:, None], cosines], 1)
 

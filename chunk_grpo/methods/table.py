@@ -71,7 +71,10 @@ def _describe_selection(
 
 
 def _describe_anchor(settings: Settings) -> str:
-    """Name the weight and kind of the KL penalty, when its reference model moves, and its share of images."""
+    """Describe the KL penalty: its weight, its kind, how often the reference is updated, and its share of images.
+
+    Returns "none" without a penalty.
+    """
     if not settings.kl:
         return "none"
     choices = [f"{settings.kl:g} {settings.anchor}"]

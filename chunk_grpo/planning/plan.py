@@ -199,10 +199,10 @@ _SAVINGS = (
     {"update_batch": 1},
     {"rollout_batch": 1},
     {"reward_options": "elsewhere"},  # replaced by `_serve_rewards_by_url`
-    {"sharding": "fsdp", "sharding_offload": True},
     {"latents_dtype": "bfloat16"},
     {"optimizer": "adamw-8bit"},
     {"quantization": "int8"},
+    {"sharding": "fsdp", "sharding_offload": True},  # exact, but copies the base in every pass
     {"lora_rank": 32},
 )
 

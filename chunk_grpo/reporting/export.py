@@ -49,7 +49,7 @@ def _export_adapter(
     base: Path,  # the model's folder
     family: str,  # the setting `family`
 ) -> None:
-    """Write a run's adapter in a layout, together with the adapter that it started from, if any."""
+    """Write a run's adapter in the given layout, and the adapter that it started from, if there was one."""
     pipeline, network = adapters.read_network(base, family)
     trained = adapters.read_adapter(str(weights), pipeline, network)
     adapters.write_adapter(trained, folder, layout)

@@ -35,7 +35,7 @@ def images_to_tensor(
     images, if values lie further outside [0, 1], or if PIL images differ in size.
     """
     if isinstance(images, Tensor):
-        return _check_image_tensor(images, device)
+        return _images_to_float(images, device)
     pictures = images if isinstance(images, (list, tuple)) else [images]
     if pictures is not images or not all(isinstance(image, Image.Image) for image in images):
         kinds = ", ".join(sorted({type(image).__name__ for image in pictures}))
@@ -65,11 +65,14 @@ def images_to_pil(images: Images) -> list[Image.Image]:
     return [Image.fromarray(x) for x in pixels.permute(0, 2, 3, 1).cpu().numpy()]
 
 
-def _check_image_tensor(
+def _images_to_float(
     images: Tensor,  # (B, 3, H, W), uint8 or floats in [0, 1]
     device: str | torch.device,  # device of the result
 ) -> Tensor:  # (B, 3, H, W), float32 in [0, 1]
-    """Convert a tensor of images to floats in [0, 1]; raise InputError if its shape, type or values are wrong."""
+    """Convert a tensor of images to float32 in [0, 1], on the device.
+
+    Raises InputError if its shape, type or values are wrong.
+    """
     if images.ndim != 4 or images.shape[1] != 3 or 0 in images.shape[2:]:
         raise InputError(f"`images` must have the shape (B, 3, H, W); got {tuple(images.shape)}")
     if images.dtype == torch.uint8:

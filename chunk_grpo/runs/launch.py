@@ -345,7 +345,10 @@ def train_folder(
 
 
 def _roll_back(run: Path) -> None:
-    """Remove the files of a run that rejected its input, and its folder if the run made it and it is empty."""
+    """Remove what a start with invalid input left in the run folder.
+
+    The folder is removed, too, if that start created it and nothing else is in it.
+    """
     made_folder = read_json(run / "run.json").get("made_folder", True)
     patterns = (
         "run.json",

@@ -167,7 +167,7 @@ def mean_agreement(
 def papers_agreement(
     tables: Sequence[PublishedTable],
 ) -> pd.DataFrame:  # with the columns paper, other, pairs and tau
-    """Compute the agreement of papers with one another; a row for every two papers that share a pair of methods.
+    """Compute Kendall's tau between every two papers that both rank a pair of methods, one row per pair of papers.
 
     A pair of methods does not count if both scores were copied from another paper.
     """

@@ -99,9 +99,9 @@ def shared_states(
     noise_owners: Tensor,  # whose noise each image uses, (T + 1, G) long, from `Sharing.noise_owners`
     stochastic: Tensor,  # indices of the transitions with noise, (n,) long
 ) -> Tensor:  # (T + 1, G) long; in each row, images with equal numbers have the same latents
-    """Number the state of each image before every transition and at the end.
+    """Label the state of each image before every transition and after the last one.
 
-    Images in the same state get the index of the first of them.
+    Images in the same state get the same label, the index of the first of them.
     """
     noisy = set(stochastic.tolist())
     states = [noise_owners[0]]

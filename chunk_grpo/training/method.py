@@ -204,7 +204,10 @@ class Method:
         self,
         iteration: int,  # 0, 1, ...
     ) -> float:
-        """Return the share of equal probabilities in the chunk weights; `weighting_anneal` raises it to 1."""
+        """Return the fraction of uniform sampling that is mixed into the chunk weights.
+
+        It rises linearly from `weighting_uniform` to 1 over `weighting_anneal` iterations.
+        """
         settings = self.settings
         annealed = 0.0
         if settings.weighting_anneal:

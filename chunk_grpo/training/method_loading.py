@@ -135,7 +135,10 @@ def _make_method(
     method_class: object,  # the object that the setting `method` names
     settings: Settings,
 ) -> Method:
-    """Instantiate a method from the settings; raise InputError if its class does not allow that."""
+    """Instantiate the class that the setting `method` names.
+
+    Raises InputError if it is not a concrete subclass of Method, or if its constructor takes other arguments.
+    """
     if not (isinstance(method_class, type) and issubclass(method_class, Method)):
         raise InputError(
             f"`method` must name a class on chunk_grpo.training.method.Method; got {settings.method}"

@@ -110,9 +110,9 @@ def check_method_metrics(
     metrics: Any,  # what the method's `metrics` returned
     method: str,  # name of the method's class, for the error message
 ) -> dict[str, Any]:
-    """Return a method's metrics with scalar tensors and arrays converted to numbers.
+    """Convert a method's metrics to plain numbers.
 
-    Raises InputError if they cannot be part of a line of metrics.
+    Raises InputError if a name belongs to the trainer, or a value cannot be written to metrics.jsonl.
     """
     if not isinstance(metrics, dict):
         raise InputError(

@@ -130,7 +130,8 @@ def resume(
 ) -> None:
     """Restore a state from the newest intact checkpoint, if there are checkpoints.
 
-    Damaged checkpoints are renamed. Raises InputError if there are checkpoints but none is intact.
+    Damaged checkpoints are renamed, and the run's log is restored to the checkpoint. Raises InputError if there are
+    checkpoints but none is intact.
     """
     folders = checkpoints.list_checkpoints(state.run)
     problems = {}
