@@ -202,9 +202,10 @@ _SAVINGS = (
     {"latents_dtype": "bfloat16"},
     {"optimizer": "adamw-8bit"},
     {"quantization": "int8"},
-    {"sharding": "fsdp", "sharding_offload": True},  # exact, but copies the base in every pass
     {"lora_rank": 32},
 )
+# Tried only if no set of the others is enough, since every forward pass then copies the base to the device.
+_HOST_MEMORY_SAVING = {"sharding": "fsdp", "sharding_offload": True}
 
 
 def _serve_rewards_by_url(settings: Settings) -> dict[str, dict]:  # value of `reward_options`
@@ -265,19 +266,25 @@ def _find_savings(
     processes: int = 1,  # one per device
     # changed settings, None if no combination fits; bytes with them, or the fewest that were found
 ) -> tuple[dict | None, int]:
-    """Find the smallest set of savings with which a run fits on a device."""
+    """Find the smallest set of savings with which a run fits on a device.
+
+    A base in host memory comes last, alone and with every other set.
+    """
     smallest, _ = peak_memory(settings, config, processes)
+    candidates = []
     for count in range(1, len(_SAVINGS) + 1):
-        for chosen in itertools.combinations(_SAVINGS, count):
-            changes = _merge_savings(settings, chosen, processes)
-            if changes is None:
-                continue
-            # The settings are not validated again, since hundreds of them are tried.
-            smaller_run = fit_update_batch(config, settings.model_copy(update=changes))
-            total, _ = peak_memory(smaller_run, config, processes)
-            if device.fits(total):
-                return changes, total
-            smallest = min(smallest, total)
+        candidates += itertools.combinations(_SAVINGS, count)
+    candidates += [(*chosen, _HOST_MEMORY_SAVING) for chosen in [(), *candidates]]
+    for chosen in candidates:
+        changes = _merge_savings(settings, chosen, processes)
+        if changes is None:
+            continue
+        # The settings are not validated again, since hundreds of them are tried.
+        smaller_run = fit_update_batch(config, settings.model_copy(update=changes))
+        total, _ = peak_memory(smaller_run, config, processes)
+        if device.fits(total):
+            return changes, total
+        smallest = min(smallest, total)
     return None, smallest
 
 
