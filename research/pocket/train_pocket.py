@@ -203,6 +203,15 @@ def _fit_vae(
             )
 
 
+def _sample_vae_training_set(
+    count: int,  # pictures N
+    seed: int,  # of the training
+) -> torch.Tensor:  # (N, 3, 64, 64), uint8
+    """Sample the pictures that the autoencoder is trained on."""
+    pictures = sample_captioned_images(count, seed + 1, free=False)[1]
+    return torch.from_numpy(pictures).permute(0, 3, 1, 2).contiguous()
+
+
 def train_vae(
     work: Path,  # the result goes here, vae.safetensors
     steps: int = 2500,
@@ -222,11 +231,7 @@ def train_vae(
         vae.load_state_dict(load_file(path))
         return vae.eval()
     vae.to(memory_format=torch.channels_last)
-    data = (
-        torch.from_numpy(sample_captioned_images(count, seed + 1, free=False)[1])
-        .permute(0, 3, 1, 2)
-        .contiguous()
-    )
+    data = _sample_vae_training_set(count, seed)
     _fit_vae(
         vae,
         data,
@@ -259,11 +264,7 @@ def refine_decoder(
         vae.decoder.load_state_dict(load_file(path))
         return vae
     vae.to(memory_format=torch.channels_last).encoder.requires_grad_(False)
-    data = (
-        torch.from_numpy(sample_captioned_images(count, seed + 1, free=False)[1])
-        .permute(0, 3, 1, 2)
-        .contiguous()
-    )
+    data = _sample_vae_training_set(count, seed)
     # The encoder stays, so the KL term has no weight.
     _fit_vae(
         vae,
