@@ -199,7 +199,8 @@ def _explain_first_failure(
     rank = min(failures, key=failure_time)
     code, report = failures[rank].exitcode, failures[rank].error_file_data
     if "time" in report:
-        if code == 2:
+        # The agent may have ended this worker after it wrote its error, so the exit code may be that of SIGTERM.
+        if report["exit_code"] == 2:
             return 2, report["message"], ""
         return 1, f"rank {rank}: {report['message']}", report["traceback"]
     how = f"was killed by {failures[rank].signal_name()}" if code < 0 else f"exited with {code}"
@@ -224,8 +225,14 @@ def _run_worker(
     except BaseException as error:
         code, reason, text = _explain_error(error)
         if code not in (130, 143):
-            report = json.dumps({"message": reason, "time": time.time(), "traceback": text})
-            Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(report, encoding="utf-8")
+            report = {
+                "message": reason,
+                "time": time.time(),
+                "exit_code": code,
+                "traceback": text,
+            }
+            error_file = Path(os.environ["TORCHELASTIC_ERROR_FILE"])
+            error_file.write_text(json.dumps(report), encoding="utf-8")
         return code
     return 0
 
