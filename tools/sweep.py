@@ -14,6 +14,7 @@ Outcomes of a pair:
     late       one sentence, but only while training
     crashed    an unforeseen error
 
+A pair whose weights do not differ is tried again with a hundredth of the learning rate, before it is counted as `same`.
 Everything runs in one process with one thread, the run without the setting once for each method. What was tried is
 written as it comes. A sweep that was stopped continues where it was as long as the package is the same, and tries the last
 three outcomes again.
@@ -48,6 +49,7 @@ SMALLEST_CHANGE = 1e-4  # of what training moves the weights: less is rounding
 ITERATIONS = 2
 # of plain gradient descent: AdamW's step would be the same for a gradient of any size
 LEARNING_RATE = 0.03
+SMALL_LEARNING_RATE = LEARNING_RATE / 100  # for a pair that trained the same at `LEARNING_RATE`
 BASE = {
     "steps": 7,
     "chunks": "1,2,3",
@@ -316,6 +318,10 @@ class Runs:
             return "trained"
         if chose_same_chunks(name, trained, plain) or need_not_differ(name, changed, without):
             return "equal"
+        if "learning_rate" not in needed and name != "learning_rate":
+            # The first update may have saturated the objective, so that the second one moves hardly anything.
+            needed = {**needed, "learning_rate": SMALL_LEARNING_RATE}
+            return self.try_pair(method, needed, name, value)
         return "same"
 
 
