@@ -261,3 +261,10 @@ def test_the_sweep_knows_whether_two_runs_trained_the_same_chunks():
     assert sweep.chose_same_chunks("chunks", plain, plain)
     assert not sweep.chose_same_chunks("chunks", whole, plain)
     assert not sweep.chose_same_chunks("eta", plain, plain)  # does not choose chunks
+
+
+def test_the_sweep_tries_a_pair_again_before_it_calls_a_setting_idle():
+    """The first update with the large learning rate saturates the objective, and `weighting_anneal` acts from the second."""
+    weighting = {"chunk_weighting": "dynamics", "weighting_temperature": 0.1}
+    pair = ("online-dpo", weighting, "weighting_anneal", 1)
+    assert sweep.Runs().try_pair(*pair) == "trained"
