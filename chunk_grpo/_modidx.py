@@ -781,6 +781,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                   'chunk_grpo/methods/decoupled.py'),
                                               'chunk_grpo.methods.decoupled.Decoupled.select_chunks': ( '08_methods/decoupled.html#decoupled.select_chunks',
                                                                                                         'chunk_grpo/methods/decoupled.py'),
+                                              'chunk_grpo.methods.decoupled.Decoupled.selection_chunks': ( '08_methods/decoupled.html#decoupled.selection_chunks',
+                                                                                                           'chunk_grpo/methods/decoupled.py'),
                                               'chunk_grpo.methods.decoupled.Decoupled.states': ( '08_methods/decoupled.html#decoupled.states',
                                                                                                  'chunk_grpo/methods/decoupled.py'),
                                               'chunk_grpo.methods.decoupled.Decoupled.trainable_steps': ( '08_methods/decoupled.html#decoupled.trainable_steps',

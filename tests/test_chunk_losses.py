@@ -255,6 +255,49 @@ def test_adaptive_chunks_cut_the_levels_of_each_image(policy):
     assert gradient(context, method).norm() > 0 and (chosen >= 0).any(1).all()
 
 
+@pytest.mark.parametrize("weighting", ["uniform", "dynamics"])
+@pytest.mark.parametrize("name", ["crd", "elbo-clip-chunk"])
+def test_select_chunks_samples_from_the_chunks_that_it_is_given(policy, name, weighting):
+    method = method_of(
+        name,
+        steps=7,
+        chunks="steps",
+        train_chunks="all",
+        chunk_fraction=1,
+        chunk_weighting=weighting,
+    )
+    paths = context_of(policy, method).trajectories
+    chosen = method.select_chunks(paths, Chunks((3, 4)), paths.distance.double().mean(0), 0)
+    assert chosen.tolist() == [[0, 1]] * 8
+
+
+@pytest.mark.parametrize("chunks", ["steps", "2,2,3", "profile", "adaptive:2"])
+def test_a_decoupled_method_that_overrides_chunks_trains_these_chunks(policy, tmp_path, chunks):
+    (tmp_path / "mine.py").write_text(
+        "from chunk_grpo.methods.decoupled import Elbo\nfrom chunk_grpo.theory.chunks import Chunks\n\n\n"
+        "class Mine(Elbo):\n    def chunks(self, profile):\n        return Chunks((3, len(profile) - 3))\n"
+    )
+    name = f"{tmp_path / 'mine.py'}:Mine"
+    method = method_of(name, steps=7, chunks=chunks, train_chunks="all", chunk_fraction=1)
+    made, chosen = draw(method, context_of(policy, method))
+    assert made == Chunks((3, 4)) and chosen.tolist() == [[0, 1]] * 8
+    half = method_of(name, steps=7, chunks=chunks, train_chunks="all", chunk_fraction=0.5)
+    images = half.settings.prompts_per_iteration * half.settings.images_per_prompt
+    assert half.counts().trained == 3.5 * images
+
+
+def test_train_chunks_names_the_chunks_that_a_decoupled_method_overrides(policy, tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "from chunk_grpo.methods.decoupled import Elbo\nfrom chunk_grpo.theory.chunks import Chunks\n\n\n"
+        "class Mine(Elbo):\n    def chunks(self, profile):\n        return Chunks((3, 4))\n"
+    )
+    name = f"{tmp_path / 'mine.py'}:Mine"
+    method = method_of(name, steps=7, chunks="steps", train_chunks="2", chunk_fraction=1)
+    assert draw(method, context_of(policy, method))[1].tolist() == [[1]] * 8
+    with pytest.raises(InputError, match="from 1 to 2"):
+        method_of(name, steps=7, chunks="steps", train_chunks="3", chunk_fraction=1)
+
+
 @pytest.mark.parametrize("text", ["interval", "inverse-interval", "2,2,3"])
 def test_weights_of_levels_scale_the_gradient_of_each_level(policy, text):
     method, plain = (

@@ -144,19 +144,17 @@ def test_the_librarys_cut_is_the_best(seed, n, count):
 @pytest.mark.parametrize(
     "make, words",
     [
-        (paper_rule_chunks, "base_profile: got"),
-        (lambda bad: paper_rule_chunks(torch.ones(2), bad), "trained_profile: got"),
-        (lambda bad: optimal_chunks(bad, 2), "profile: got"),
-        (lambda bad: adaptive_chunks(bad[None]), "distance: got"),
+        (paper_rule_chunks, "`base_profile` must hold"),
+        (lambda bad: paper_rule_chunks(torch.ones(2), bad), "`trained_profile` must hold"),
+        (lambda bad: optimal_chunks(bad, 2), "`profile` must hold"),
+        (lambda bad: adaptive_chunks(bad[None]), "`distance` must hold"),
     ],
 )
 @pytest.mark.parametrize("bad", [[0.1, 0.0], [0.1, -1.0], [0.1, math.nan], [math.inf, 0.1], []])
 def test_bad_profiles_are_refused(make, words, bad):
     with pytest.raises(InputError, match=words) as caught:
         make(torch.tensor(bad))
-    assert "allowed are finite values above 0" in str(caught.value) and "\n" not in str(
-        caught.value
-    )
+    assert "must hold finite values above 0" in str(caught.value) and "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -167,38 +165,38 @@ def test_bad_profiles_are_refused(make, words, bad):
         (lambda p: chunks_from_setting("profile", len(p)), "`chunks` can be profile only"),
         (
             lambda p: paper_rule_chunks(p, p[:5]),
-            "trained_profile: got 5 values, allowed are the base's 6",
+            "`trained_profile` must have 6 values, as `base_profile` has; got 5",
         ),
         (
             lambda p: paper_rule_chunks(p, middle=0),
-            "middle: got 0, allowed is a whole number of chunks from 1",
+            "`middle` must be a whole number of chunks from 1; got 0",
         ),
         (
             lambda p: paper_rule_chunks(p, departure_share=0.0),
-            "departure_share: got 0.0, allowed is above 0 and at most 1",
+            "`departure_share` must be above 0 and at most 1; got 0.0",
         ),
         (
             lambda p: optimal_chunks(p),
-            "max_chunks: got None with penalty None, allowed is one of the two",
+            "`max_chunks` or `penalty` must be given, and not both; got None and None",
         ),
         (
             lambda p: optimal_chunks(p, 2, 0.1),
-            "max_chunks: got 2 with penalty 0.1, allowed is one of the two",
+            "`max_chunks` or `penalty` must be given, and not both; got 2 and 0.1",
         ),
         (lambda p: optimal_chunks(p, 0), "must be a whole number from 1 or None; got 0"),
-        (lambda p: optimal_chunks(p, penalty=0.0), "penalty: got 0.0, allowed is a number above 0"),
+        (lambda p: optimal_chunks(p, penalty=0.0), "`penalty` must be a number above 0; got 0.0"),
         (
             lambda p: optimal_chunks(p, penalty=math.nan),
-            "penalty: got nan, allowed is a number above 0",
+            "`penalty` must be a number above 0; got nan",
         ),
-        (lambda p: adaptive_chunks(p), r"distance: got shape \(6,\), allowed is \(B, n\)"),
+        (lambda p: adaptive_chunks(p), r"`distance` must have shape \(B, n\); got \(6,\)"),
         (
             lambda p: adaptive_chunks(p[None], 0),
-            "min_size: got 0, allowed is a whole number from 1",
+            "`min_size` must be a whole number from 1; got 0",
         ),
         (
             lambda p: adaptive_chunks(p[None], 1.5),
-            "min_size: got 1.5, allowed is a whole number from 1",
+            "`min_size` must be a whole number from 1; got 1.5",
         ),
     ],
 )

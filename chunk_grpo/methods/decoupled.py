@@ -32,19 +32,19 @@ def renoise(
     context: ReplayContext,  # trajectories of B images, and the policy
     image_index: Tensor,  # (m,) long, indices of images in the trajectories
     levels: Tensor,  # (m,) long, indices of noise levels in the sampling grid
-    shared: bool = False,  # use the same noise for all images of a group at a level
+    shared: bool = False,  # True: at each level, all images of a group get the same noise
 ) -> tuple[Tensor, Tensor]:  # x_t and the velocity's target, noise - x_0; (m, S, C) each
     """Add new noise to final images at the given levels; return noised latents and velocity targets.
 
-    The noise depends only on the image's key and the level, so it is the same in every update of an
-    iteration. With `shared`, it depends on the group instead of the image.
+    The random numbers are seeded by the image's key and the level, so every update of an iteration uses the same
+    noise. If `shared`, they are seeded by the group instead of the image.
     """
     trajectories = context.trajectories
     keys = trajectories.keys
     clean = trajectories.latents_at(image_index, -1).float().to(context.policy.device)
     generators = []
-    for position, level in zip(image_index.tolist(), levels.tolist(), strict=True):
-        seed, iteration, prompt, generation = keys[position]
+    for image, level in zip(image_index.tolist(), levels.tolist(), strict=True):
+        seed, iteration, prompt, generation = keys[image]
         if shared:
             generation = -1
         generators.append(
@@ -55,26 +55,30 @@ def renoise(
     return noised, velocity_target(clean, noise)
 
 
-def mean_square(x: Tensor) -> Tensor:  # (m, ...) -> (m,)
+def mean_square(
+    x: Tensor,  # (m, ...)
+) -> Tensor:  # (m,)
     """Compute the mean square over all dimensions but the first."""
     return x.square().flatten(1).mean(1)
 
 
-def normalised_error(error: Tensor) -> Tensor:  # (m, ...) -> (m,)
-    """Divide the mean square of an error by its mean absolute value; the divisor gets no gradient.
+def normalised_error(
+    error: Tensor,  # difference of a prediction and its target, (m, ...)
+) -> Tensor:  # (m,)
+    """Divide the mean square of each error by its mean absolute value; no gradient flows through the divisor.
 
-    Large and small errors then have gradients of the same size.
+    Large and small errors then have gradients of about the same size.
     """
     return mean_square(error) / error.detach().abs().flatten(1).mean(1).clamp(min=1e-5)
 
 # %% ../../nbs/08_methods/01_decoupled.ipynb #b6a6a633
 def levels_of_chunks(
-    chunks: Chunks | list[Chunks],  # cut the levels of all images, or those of each image
-    chosen: Tensor,  # (B, k) long: chunks sampled for each image, padded with -1
-) -> Tensor:  # (B, n) long, levels in ascending order, padded with -1
-    """List the levels in the chunks that were sampled for each image."""
-    owner, level, _ = flatten_chunks(chunks, chosen)
-    counts = owner.bincount(minlength=len(chosen)).tolist()
+    chunks: Chunks | list[Chunks],  # chunks of levels: the same for all images, or one per image
+    chosen: Tensor,  # (B, k) long, sampled chunk numbers of each image in increasing order; -1 pads
+) -> Tensor:  # (B, n) long, level indices in increasing order; -1 pads shorter rows
+    """List the noise levels in the chunks that were sampled for each image."""
+    image_index, level, _ = flatten_chunks(chunks, chosen)
+    counts = image_index.bincount(minlength=len(chosen)).tolist()
     return pad_sequence(level.split(counts), batch_first=True, padding_value=-1)
 
 # %% ../../nbs/08_methods/01_decoupled.ipynb #67b1ad9e
@@ -82,13 +86,13 @@ class Decoupled(Method):
     """Base class of the methods that sample images by the ODE and train on them with new noise.
 
     A subclass overrides `losses`, and also `statistic` and `objective` unless its loss acts as a log-probability in a
-    ratio.
+    ratio. If it overrides `chunks`, each chunk that its function returns is one chunk sample.
     """
 
     has_log_prob = False
     shared = False  # True: the images of a group share noise and levels
     sample_is_chunk = False  # True: a chunk sample has all levels of its chunk; False: one level
-    trainable_fraction = 1.0  # how much of the grid, from the noise end, may be trained
+    trainable_fraction = 1.0  # share of the levels that may be trained, counted from the noise end
     required_settings = {
         "window": "all",
         "statistic": "ratio",
@@ -99,45 +103,77 @@ class Decoupled(Method):
 
     def __init__(self, settings: Settings):
         super().__init__(settings)
+        # The chunks of a subclass define its chunk samples, so they are not only a way to select levels.
+        self.overrides_chunks = type(self).chunks is not Decoupled.chunks
+        if self.overrides_chunks:
+            self.sample_is_chunk = True
         # A method with its own objective ignores the surrogate, so the setting must stay at its default.
         if self.needs_group or not self.has_ratio:
             self.required_settings = {**self.required_settings, "surrogate": "clip"}
 
-    def sampler(self, iteration: int) -> Sampler:
+    def sampler(
+        self,
+        iteration: int,  # 0, 1, ...; not used
+    ) -> Sampler:
         """Return the ODE sampler, the same in every iteration."""
         return Sampler(self.sigmas, "ode", solver=self.settings.solver)
 
-    def trainable_steps(self, sampler: Sampler) -> Tensor:
-        """Return the levels that may be trained, (n,) long: the first `trainable_fraction` of the grid."""
+    def trainable_steps(
+        self,
+        sampler: Sampler,  # sampler of an iteration, with T steps
+    ) -> Tensor:
+        """Return the indices of the levels that may be trained, (n,) long: the first `trainable_fraction` of the T."""
         return torch.arange(max(1, int(self.trainable_fraction * len(sampler))))
 
-    def chunks(self, profile: Tensor) -> Chunks:
-        """Return the chunks of the settings if `sample_is_chunk`, else one chunk per level."""
+    def chunks(
+        self,
+        profile: Tensor,  # (n,) mean distance of each trainable level under the base
+    ) -> Chunks:
+        """Divide the n trainable levels into chunks; each chunk of an image that is trained is one chunk sample.
+
+        These are the chunks that the setting `chunks` describes if `sample_is_chunk`. Otherwise every level is a chunk
+        of its own, and the setting only determines which levels are sampled.
+        """
         if self.sample_is_chunk:
             return super().chunks(profile)
         return Chunks.steps(len(profile))
+
+    def selection_chunks(
+        self,
+        profile: Tensor,  # (n,) mean distance of each trainable level under the base
+    ) -> Chunks:
+        """Divide the n trainable levels into the chunks from which `select_chunks` samples.
+
+        These are the chunks of a subclass that overrides `chunks`, else those of the setting `chunks`.
+        """
+        if self.sample_is_chunk:
+            return self.chunks(profile)
+        return super().chunks(profile)
 
     def chunks_of_levels(
         self,
         paths: Trajectories,  # trajectories of B images
         profile: Tensor,  # (T,) mean distance of each transition under the base
     ) -> Chunks | list[Chunks]:
-        """Cut the trainable levels into the chunks of the settings; one list per image if they are adaptive."""
+        """Divide the trainable levels of a rollout into the chunks from which `select_chunks` samples.
+
+        Returns one partition for all images, or a list with one per image if the setting `chunks` is adaptive.
+        """
         trainable_steps = self.trainable_steps(paths.sampler)
-        if self.settings.chunk_rule.min_size:
-            return chunk_search.adaptive_chunks(
-                paths.distance.cpu()[:, trainable_steps], self.settings.chunk_rule.min_size
-            )
-        return Method.chunks(self, profile[trainable_steps])
+        min_size = self.settings.chunk_rule.min_size
+        if min_size and not self.overrides_chunks:
+            return chunk_search.adaptive_chunks(paths.distance.cpu()[:, trainable_steps], min_size)
+        return self.selection_chunks(profile[trainable_steps])
 
     def partition(
         self,
         paths: Trajectories,  # trajectories of B images
         profile: Tensor,  # (T,) mean distance of each transition under the base
     ) -> Chunks | list[Chunks]:
-        """Return the chunks that chunk samples refer to: those of the settings, or one chunk per level.
+        """Return the chunks of which chunk samples are made: those of `chunks_of_levels`, or one chunk per level.
 
-        With one chunk per level, returns a list with an entry per image if images may train unequal numbers of levels.
+        One chunk per level is returned as a list with one partition per image if images may train different numbers of
+        levels, else as one partition for all images.
         """
         chunks = self.chunks_of_levels(paths, profile)
         if self.sample_is_chunk:
@@ -151,7 +187,7 @@ class Decoupled(Method):
                 len(sizes), self.settings.chunk_fraction
             ) == len(sizes):
                 return levels
-        # A list per image tells the mean over processes that images may train unequal numbers of levels.
+        # Given a list, the mean over processes counts the chunk samples instead of assuming equally many per image.
         return [levels] * len(paths.keys)
 
     def select_chunks(
@@ -161,16 +197,24 @@ class Decoupled(Method):
         profile: Tensor,  # (T,) mean distance of each transition under the base
         iteration: int,  # 0, 1, ...
     ) -> Tensor:  # (B, k) long, padded with -1
-        """Sample chunks for each image; return the chunks if `sample_is_chunk`, else the levels in them."""
+        """Sample the chunk samples that each image trains.
+
+        If every chunk of `chunks` is a single level and `sample_is_chunk` is False, chunks of `chunks_of_levels` are
+        sampled and all their levels returned. Otherwise chunks of `chunks` are sampled and their numbers returned.
+        """
         settings = self.settings
-        chunks_of_levels = self.chunks_of_levels(paths, profile)
+        partitions = [chunks] if isinstance(chunks, Chunks) else chunks
+        are_single_levels = all(size == 1 for partition in partitions for size in partition.sizes)
+        returns_levels = are_single_levels and not self.sample_is_chunk
+        if returns_levels:
+            chunks = self.chunks_of_levels(paths, profile)
 
         # Images that share their levels use the random numbers of their group.
         if self.shared:
             paths = replace(paths, keys=[key.with_generation(-1) for key in paths.keys])
 
         if settings.chunk_weighting == "uniform":
-            chosen = self._sample_uniformly(paths, chunks_of_levels)
+            chosen = self._sample_uniformly(paths, chunks)
         else:
             weighting = settings.chunk_weighting
             distance = profile
@@ -181,7 +225,7 @@ class Decoupled(Method):
                 distance = groups.mean(1).repeat_interleave(settings.images_per_prompt, 0)
             chosen = sample_chunks(
                 paths,
-                chunks_of_levels,
+                chunks,
                 fraction=settings.chunk_fraction,
                 weighting=weighting,
                 allowed=settings.train_chunk_numbers,
@@ -190,12 +234,19 @@ class Decoupled(Method):
                 profile=distance,
                 trainable_steps=self.trainable_steps(paths.sampler),
             )
-        if self.sample_is_chunk:
-            return chosen
-        return levels_of_chunks(chunks_of_levels, chosen)
+        if returns_levels:
+            return levels_of_chunks(chunks, chosen)
+        return chosen
 
-    def _sample_uniformly(self, paths: Trajectories, chunks: Chunks | list[Chunks]) -> Tensor:
-        """Sample allowed chunks of each image with equal chances, without replacement; (B, k) long, padded with -1."""
+    def _sample_uniformly(
+        self,
+        paths: Trajectories,  # trajectories of B images
+        chunks: Chunks | list[Chunks],  # the same chunks for all images, or those of each image
+    ) -> Tensor:  # (B, k) long chunk numbers in increasing order, padded with -1
+        """Sample chunks of each image without replacement and with equal probabilities.
+
+        `train_chunks` in the settings names the chunks that may be sampled, `chunk_fraction` the share of these.
+        """
         chunks_per_image = [chunks] * len(paths.keys) if isinstance(chunks, Chunks) else chunks
         rows = []
         for key, image_chunks in zip(paths.keys, chunks_per_image, strict=True):
@@ -207,46 +258,54 @@ class Decoupled(Method):
             rows.append(allowed[order[:count].sort().values])
         return pad_sequence(rows, batch_first=True, padding_value=-1)
 
-    def count_trained_per_image(self, chunks: Chunks | None) -> float:
-        """Return the mean number of levels that an image trains; `chunks` is ignored.
+    def count_trained_per_image(
+        self,
+        chunks: Chunks | None,  # what `chunks` returned; used only if a subclass overrides it
+    ) -> float:
+        """Return the mean number of levels that an image trains in an iteration.
 
-        The count follows from the chunks of the settings, since `chunks` may be single levels.
+        Without an override of `chunks` it follows from the setting `chunks`, because the chunks may be single levels.
         """
-        count = len(self.trainable_steps(self.sampler(0)))
+        if self.overrides_chunks:
+            return super().count_trained_per_image(chunks)
+        level_count = len(self.trainable_steps(self.sampler(0)))
         if self.settings.chunk_rule.kind == "fixed":
-            return transitions_per_image(
-                self.settings, Method.chunks(self, torch.ones(count)).sizes
-            )[1]
-        return transitions_per_image(self.settings)[1] * count / self.settings.transitions
+            sizes = self.selection_chunks(torch.ones(level_count)).sizes
+            return transitions_per_image(self.settings, sizes)[1]
+        return transitions_per_image(self.settings)[1] * level_count / self.settings.transitions
 
     def states(
         self,
         context: ReplayContext,  # trajectories and the policy
-        image: Tensor,  # (m,) long, indices of images in the trajectories
-        index: Tensor,  # (m,) long, levels of the grid
+        image_index: Tensor,  # (m,) long, indices of images in the trajectories
+        step_index: Tensor,  # (m,) long, indices of noise levels in the sampling grid
     ) -> tuple[Tensor, Tensor]:  # (m, S, C) each
-        """Return noised final images and their velocity targets."""
-        return renoise(context, image, index, self.shared)
+        """Add new noise to the final images; return the noised latents and their velocity targets."""
+        return renoise(context, image_index, step_index, self.shared)
 
     def transition_stats(
         self,
         batch: TransitionBatch,  # noised latents, and their velocity targets
     ) -> tuple[Tensor, ...]:
-        """Return the method's `losses`."""
+        """Return what `losses` returns: the transition statistics of m noised images."""
         return self.losses(batch)
 
     def losses(
         self,
         batch: TransitionBatch,  # noised latents, and their velocity targets
     ) -> tuple[Tensor, ...]:  # (m,) each
-        """Return the transition statistics of levels; the first tensor takes the place of a log-probability."""
+        """Compute the transition statistics of m noised images; here the negative mean squared velocity error, (m,).
+
+        The first tensor takes the place of a log-probability.
+        """
         return (-mean_square(batch.velocity - batch.target),)
 
     def check(self) -> None:
         """Raise InputError if the settings cannot be trained with this method."""
         super().check()
         if self.settings.chunk_rule.kind == "fixed":
-            chunks = Method.chunks(self, torch.ones(len(self.trainable_steps(self.sampler(0)))))
+            level_count = len(self.trainable_steps(self.sampler(0)))
+            chunks = self.selection_chunks(torch.ones(level_count))
             parse_chunk_numbers(self.settings.train_chunks, len(chunks))
         if self.shared and self.settings.chunk_rule.min_size:
             raise InputError(
@@ -260,12 +319,12 @@ class Decoupled(Method):
 
 # %% ../../nbs/08_methods/01_decoupled.ipynb #83c594cb
 class Elbo(Decoupled):
-    """ELBO-EPG, -PEPG, -PAR (2602.04663) and a clipped ratio: the negative weighted loss is the log-probability."""
+    """ELBO-EPG, -PEPG, -PAR (2602.04663) and a clipped ratio: the negative weighted loss serves as log-probability."""
 
     weight = "adaptive"  # weight of a level's loss: simple, path-kl or adaptive
 
     def losses(self, batch: TransitionBatch) -> tuple[Tensor, ...]:
-        """Return the negative flow-matching loss, weighted by `weight`, (m,)."""
+        """Return the negative flow-matching loss times the weight of its level, (m,)."""
         t = batch.sigma
         error = batch.velocity - batch.target
         if self.weight == "adaptive":
@@ -289,18 +348,26 @@ class VGrpo(Elbo):
         "chunk_weighting": "uniform",
     }
 
-    def advantages(self, scores: dict[str, Tensor], weights: dict[str, float]) -> Tensor:
-        """Return 3 tanh(A / 3) for the usual advantages A, (P, G)."""
+    def advantages(
+        self,
+        scores: dict[str, Tensor],  # (P, G) each, keyed by reward
+        weights: dict[str, float],  # weights of the rewards in their sum, keyed by reward
+    ) -> Tensor:
+        """Return 3 tanh(A / 3) for the advantages A of `Method`, (P, G)."""
         return 3 * (super().advantages(scores, weights) / 3).tanh()
 
     def select_chunks(
         self,
-        paths: Trajectories,
-        chunks: Chunks | list[Chunks],
-        profile: Tensor,
-        iteration: int,
-    ) -> Tensor:
-        """Cut the grid into equal strata and sample a level from each, the same for a group; (B, k) long."""
+        paths: Trajectories,  # trajectories of B images
+        chunks: Chunks | list[Chunks],  # returned by `partition`: one chunk per level, K in all
+        profile: Tensor,  # (T,) mean distance of each transition under the base; not used
+        iteration: int,  # 0, 1, ...; not used
+    ) -> Tensor:  # (B, k) long chunk numbers, increasing; the same for all images of a group
+        """Sample one chunk from each of k strata, so that the sampled levels cover the whole grid evenly.
+
+        The strata are k consecutive ranges of chunks of nearly equal size, with k = max(1, int(K * chunk_fraction)).
+        Within its stratum a chunk is sampled uniformly, from the random numbers of the group.
+        """
         count = count_trained_chunks(len(chunks), self.settings.chunk_fraction)
         edges = torch.arange(count + 1) * len(chunks) // count
         uniforms = [
@@ -311,7 +378,7 @@ class VGrpo(Elbo):
 
 
 class Awm(Decoupled):
-    """Advantage-weighted matching (2509.25050): a concave function of the loss, near a moving average."""
+    """Advantage-weighted matching (2509.25050): train a concave function of the loss, near a moving average of weights."""
 
     power = 0.25  # p of the concave function
     average_weight = 1.0  # weight of the distance to the moving average's velocity
@@ -321,7 +388,7 @@ class Awm(Decoupled):
     references = ("ema",)
 
     def losses(self, batch: TransitionBatch) -> tuple[Tensor, ...]:
-        """Return the negative concave loss, weighted by t, and the distance to the average's velocity, (m,) each."""
+        """Return the negative concave loss times t, and the mean squared distance to the average's velocity, (m,) each."""
         small = 1e-10
         loss = mean_square(batch.velocity - batch.target)
         concave = ((loss + small) ** self.power - small**self.power) / self.power
@@ -337,7 +404,7 @@ class Awm(Decoupled):
         return torch.stack([new[0] - old[0], new[1]], 1)
 
     def objective(self, terms: ChunkTerms) -> Tensor:
-        """Return the surrogate of the log-ratio minus the weighted distance to the average, (N,)."""
+        """Return the surrogate of the log-ratio minus `average_weight` times the distance to the average, (N,)."""
         log_ratio, distance = terms.statistic.unbind(1)
         advantage = terms.advantage / self.settings.advantage_clamp
         surrogate = super().objective(replace(terms, statistic=log_ratio, advantage=advantage))
@@ -347,7 +414,7 @@ class Awm(Decoupled):
 class Nft(Decoupled):
     """DiffusionNFT (2509.16117): fit a mixture of old and new velocity to good images, its mirror image to bad ones."""
 
-    beta = 1.0  # share of the present velocity in the mixture
+    beta = 1.0  # share of the current velocity in the mixture
     has_ratio = False
     statistic_size = 2
     reference_decays: Mapping[str, Callable[[int], float]] = {
@@ -357,7 +424,7 @@ class Nft(Decoupled):
     references = ("old",)
 
     def losses(self, batch: TransitionBatch) -> tuple[Tensor, ...]:
-        """Return the image errors of the mixed velocity v+ and of its mirror image v-, (m,) each."""
+        """Return the errors of the images that the mixed velocity v+ and its mirror image v- predict, (m,) each."""
         x = batch.latents
         t = batch.sigma
         old = batch.reference_velocities["old"]
@@ -367,11 +434,11 @@ class Nft(Decoupled):
         return tuple(normalised_error(x - t * velocity - clean) for velocity in (mixed, mirrored))
 
     def statistic(self, new: tuple[Tensor, ...], old: tuple[Tensor, ...]) -> Tensor:
-        """Stack the errors of both predictions under the current weights, (m, 2); `old` is not used."""
+        """Return the errors of both predictions under the current weights, (m, 2); `old` is not used."""
         return torch.stack(new, 1)
 
     def objective(self, terms: ChunkTerms) -> Tensor:
-        """Return the negative errors, weighted by how good the image is, (N,)."""
+        """Return minus the weighted sum of both errors, (N,); the better the image, the more v+ counts."""
         goodness = (terms.advantage / 10 + 0.5).clamp(0, 1)  # the advantage scaled to [0, 1]
         mixed, mirrored = terms.statistic.unbind(1)
         return -5 / self.beta * (goodness * mixed + (1 - goodness) * mirrored)
@@ -393,12 +460,12 @@ class Crd(Decoupled):
     references = ("old",)
 
     def losses(self, batch: TransitionBatch) -> tuple[Tensor, ...]:
-        """Return by how much the present error is smaller than that of the old weights, (m,)."""
+        """Return the error of the old weights minus that of the current weights, (m,), above 0 if training improved it."""
         old_error = normalised_error(batch.reference_velocities["old"] - batch.target)
         return (old_error - normalised_error(batch.velocity - batch.target),)
 
     def objective(self, terms: ChunkTerms) -> Tensor:
-        """Return the negative squared difference of centred implicit reward and centred advantage, (N,)."""
+        """Return minus the squared difference between the centred implicit reward and the centred advantage, (N,)."""
         statistic = terms.statistic
         _, group_index = terms.group.unique(return_inverse=True)
         target = subtract_group_mean(terms.advantage / 10, group_index)
@@ -419,18 +486,18 @@ def subtract_group_mean(
 
 # %% ../../nbs/08_methods/01_decoupled.ipynb #c0e57077
 def _check_credit_changes_order(settings: Settings) -> None:
-    """Raise InputError if `credit` ranks the images of a group as the credit `group` does and so has no effect."""
+    """Raise InputError if `credit` is sum or gdpo, which rank the images of a group exactly as group does."""
     if settings.credit in ("sum", "gdpo"):
         raise InputError(
-            f"`credit` must be group, batch, none or wins with {settings.method}, which uses only the order of a "
-            f"group's images: that of {settings.credit} is that of group"
+            f"`credit` must be group, batch, none or wins with {settings.method}, which uses only the order of the images "
+            f"of a group, and {settings.credit} gives the same order as group; got {settings.credit}"
         )
 
 
 class GroupDpo(Decoupled):
-    """DGPO (2510.08425): compare good images with bad ones, with less weight if the group is separated already."""
+    """DGPO (2510.08425): compare good images with bad ones; weigh a group less if the policy already separates them."""
 
-    beta = 100.0  # inverse temperature of the group's weight
+    beta = 100.0  # inverse temperature of the sigmoid that weighs a group
     trainable_fraction = 0.6
     statistic_size = 3
     shared = True
@@ -438,16 +505,16 @@ class GroupDpo(Decoupled):
     references = ("base",)
 
     def losses(self, batch: TransitionBatch) -> tuple[Tensor, ...]:
-        """Return the negative loss, and by how much the loss is smaller than that of the base, (m,) each."""
+        """Return the negative loss, and the loss of the base minus the loss, (m,) each."""
         loss = mean_square(batch.velocity - batch.target)
         return -loss, mean_square(batch.reference_velocities["base"] - batch.target) - loss
 
     def statistic(self, new: tuple[Tensor, ...], old: tuple[Tensor, ...]) -> Tensor:
-        """Return the log-ratio, then the negative loss and the gain over the base without gradient, (m, 3)."""
+        """Return the log-ratio, and without gradient the negative loss and the gain over the base, (m, 3)."""
         return torch.stack([new[0] - old[0], *(x.detach() for x in new)], 1)
 
     def objective(self, terms: ChunkTerms) -> Tensor:
-        """Return the weighted advantage times the negative loss, without gradient where the ratio is clipped, (N,)."""
+        """Return group weight times advantage times negative loss, (N,); where the ratio is clipped, without gradient."""
         advantage = terms.advantage
         log_ratio, negative_loss, gain = terms.statistic.unbind(1)
         # The loss keeps its value and gets its gradient back from the log-ratio.
@@ -471,10 +538,14 @@ class BestOfN(Decoupled):
 
     has_ratio = False
 
-    def advantages(self, scores: dict[str, Tensor], weights: dict[str, float]) -> Tensor:
-        """Return weights (P, G) that sum to 1 over the best images of a group and are 0 elsewhere.
+    def advantages(
+        self,
+        scores: dict[str, Tensor],  # (P, G) each, keyed by reward
+        weights: dict[str, float],  # weights of the rewards in their sum, keyed by reward
+    ) -> Tensor:
+        """Return (P, G): 1 for the best image of each group and 0 for the others.
 
-        A group whose images all score the same has weights of 0.
+        If several images of a group are best, they share the 1. If all are equal, they get 0.
         """
         ranked = super().advantages(scores, weights)
         is_best = ranked == ranked.amax(1, keepdim=True)
@@ -482,7 +553,7 @@ class BestOfN(Decoupled):
         return best / best.sum(1, keepdim=True).clamp(min=1)
 
     def objective(self, terms: ChunkTerms) -> Tensor:
-        """Return the negative loss of the best images, weighted, and 0 for the others, (N,)."""
+        """Return the advantage times the negative loss, (N,): 0 for all images but the best of a group."""
         return terms.advantage * terms.statistic
 
     def check(self) -> None:
@@ -501,12 +572,12 @@ class OnlineDpo(Decoupled):
     references = ("base",)
 
     def losses(self, batch: TransitionBatch) -> tuple[Tensor, ...]:
-        """Return by how much the loss is smaller than that of the base, (m,)."""
+        """Return the loss of the base minus the loss, (m,)."""
         base_loss = mean_square(batch.reference_velocities["base"] - batch.target)
         return (base_loss - mean_square(batch.velocity - batch.target),)
 
     def objective(self, terms: ChunkTerms) -> Tensor:
-        """Return the log-sigmoid of the margin at the best image of each group, and 0 at the others, (N,)."""
+        """Return the log-sigmoid of the margin between best and worst image for the best, and 0 for the others, (N,)."""
         statistic = terms.statistic
         advantage = terms.advantage
         objective = torch.zeros_like(statistic)

@@ -13,7 +13,7 @@ from ..training.method_loading import load_method
 
 # %% ../../nbs/08_methods/00_table.ipynb #ed9f36df
 def _describe_noise(settings: Settings, method: Method) -> str:
-    """Name the sampler of a method, and the window, merging and solver if they are not the defaults."""
+    """Name the sampler, and the settings `window`, `merge` and `solver` that are not the defaults; "ODE" without noise."""
     if not len(method.sampler(0).stochastic):
         return "ODE"
     choices = [settings.sampler]
@@ -27,7 +27,7 @@ def _describe_noise(settings: Settings, method: Method) -> str:
 
 
 def _describe_start(settings: Settings) -> str:
-    """Describe what the images of a group share: their initial noise, or the first transitions."""
+    """Describe which noise the images of a group share: the setting `sharing`, or `shared_noise` and its spread."""
     if not settings.shared_noise:
         return settings.sharing
     if settings.noise_spread > 0:
@@ -36,7 +36,7 @@ def _describe_start(settings: Settings) -> str:
 
 
 def _describe_credit(settings: Settings) -> str:
-    """Name the kind of advantages, and the credit settings that are not the defaults."""
+    """Name the form of the advantages, and the settings about credit that are not the defaults."""
     choices = [settings.credit]
     if settings.credit_of != "image":
         choices.append(settings.credit_of)
@@ -48,7 +48,7 @@ def _describe_credit(settings: Settings) -> str:
 
 
 def _describe_grouping(settings: Settings) -> str:
-    """Name the chunks, and say how often their profile is measured again."""
+    """Name the setting `chunks`, and after how many iterations its profile is measured again."""
     if settings.profile_every > 0:
         return f"{settings.chunks}, every {settings.profile_every}"
     return settings.chunks
@@ -56,7 +56,7 @@ def _describe_grouping(settings: Settings) -> str:
 
 def _describe_selection(
     settings: Settings,
-    samples_are_chunks: bool,  # False: a chunk sample is one level, and `chunks` only selects levels
+    samples_are_chunks: bool,  # False: a chunk sample is one level; `chunks` only selects levels
 ) -> str:
     """Name the fraction of chunks that an update trains, which chunks may be sampled, and the step weights."""
     phrases = [f"{settings.chunk_fraction:g}"]
@@ -71,9 +71,9 @@ def _describe_selection(
 
 
 def _describe_anchor(settings: Settings) -> str:
-    """Describe the KL penalty: its weight, its kind, how often the reference is updated, and its share of images.
+    """Describe the KL penalty: its weight and kind, how often its reference is updated, and for which share of images.
 
-    Returns "none" without a penalty.
+    Returns "none" if there is no penalty.
     """
     if not settings.kl:
         return "none"
@@ -86,7 +86,7 @@ def _describe_anchor(settings: Settings) -> str:
 
 
 def describe_axes(settings: Settings) -> dict[str, str]:
-    """Return the choice of a method on every axis, keyed by axis, in terms of the settings' values."""
+    """Describe a method's choice on every axis of the table, in terms of its settings; keyed by axis."""
     method = load_method(settings)
     entry = METHODS.get(settings.method, {})
     samples_are_chunks = (
@@ -113,12 +113,12 @@ def describe_axes(settings: Settings) -> dict[str, str]:
 
 def method_row(
     name: str,  # name of a method in METHODS
-    base: str | dict = "paper/chunk",  # preset, YAML file or values: the other settings
+    base: str | dict = "paper/chunk",  # all other settings: a preset, a YAML file or a dict
 ) -> dict:
-    """Build a method's row of the table: title, source, idea, choice on every axis, and cost per image.
+    """Build a method's row of the table: its title, source and idea, its choice on every axis, and its cost.
 
-    `rollout`, `trained` and `extra` are forward passes per image, and `scored` is the number of images scored per
-    image; all are rounded to two decimals. Raises InputError if there is no such method.
+    The costs are divided by the number of images that an iteration trains on: `rollout`, `trained` and `extra` count
+    forward passes and `scored` counts scored images, rounded to two decimals. Raises InputError if the name is unknown.
     """
     if name not in METHODS:
         raise InputError(f"`method` must be one of {', '.join(METHODS)}; got {name[:80]!r}")
