@@ -162,7 +162,7 @@ def test_a_chunk_row_has_the_gradient_of_its_loss_at_its_levels_alone(policy, na
     levels = list(range(2, len(method.trainable_steps(context.trajectories.sampler))))
     image = torch.arange(8).repeat(len(levels))
     index = torch.tensor(levels).repeat_interleave(8)
-    x, target = renoise(context, image, index, method.shared)
+    x, target = renoise(context, image, index, method.noise_per_group)
     t = context.trajectories.sampler.sigmas[index]
     rows = context.rows(image)
     copy = torch.zeros_like(x)
@@ -189,7 +189,7 @@ def test_the_control_draws_as_many_levels_at_random(policy, name, fraction, coun
     assert chosen.shape == draw(row, context)[1].shape == (8, count)
     assert (chosen < 5).any() and control.counts() == row.counts()
     one_a_group = torch.equal(chosen, chosen[[0, 0, 0, 0, 4, 4, 4, 4]])
-    assert one_a_group == control.shared and not torch.equal(chosen[0], chosen[4])
+    assert one_a_group == control.noise_per_group and not torch.equal(chosen[0], chosen[4])
 
 
 @pytest.mark.parametrize("name", ["elbo-chunk", "crd-chunk"])
@@ -219,7 +219,7 @@ def test_levels_of_drawn_chunks_are_whole_chunks_of_those_that_may_be_drawn(poli
         drawn = {level for level in row if level >= 0}
         assert drawn and drawn == set().union(*[part for part in allowed if part & drawn])
         assert len([level for level in row if level >= 0]) == len(drawn)
-    assert torch.equal(chosen[:4], chosen[:1].expand(4, -1)) or not method.shared
+    assert torch.equal(chosen[:4], chosen[:1].expand(4, -1)) or not method.noise_per_group
     uneven = bool((chosen < 0).any())
     assert not uneven or isinstance(made, list)  # then the mean over processes counts items
 
@@ -263,12 +263,12 @@ def test_select_chunks_samples_from_the_chunks_that_it_is_given(policy, name, we
         steps=7,
         chunks="steps",
         train_chunks="all",
-        chunk_fraction=1,
+        chunk_fraction=0.5,
         chunk_weighting=weighting,
     )
     paths = context_of(policy, method).trajectories
     chosen = method.select_chunks(paths, Chunks((3, 4)), paths.distance.double().mean(0), 0)
-    assert chosen.tolist() == [[0, 1]] * 8
+    assert chosen.shape == (8, 1) and set(chosen.flatten().tolist()) <= {0, 1}
 
 
 @pytest.mark.parametrize("chunks", ["steps", "2,2,3", "profile", "adaptive:2"])

@@ -397,7 +397,7 @@ def test_v_grpo_shares_levels_and_noise_in_a_group_and_takes_one_level_of_each_p
     chosen = method.select_chunks(context.trajectories, Chunks.steps(7), torch.ones(7), 0)
     assert chosen.shape == (8, 3) and torch.equal(chosen, chosen[[0, 0, 0, 0, 4, 4, 4, 4]])
     assert ((chosen >= torch.tensor([0, 2, 4])) & (chosen < torch.tensor([2, 4, 7]))).all()
-    x, target = renoise(context, torch.arange(8), torch.full((8,), 3), shared=True)
+    x, target = renoise(context, torch.arange(8), torch.full((8,), 3), per_group=True)
     noise = x + (1 - context.trajectories.sampler.sigmas[3]) * target
     torch.testing.assert_close(noise[0], noise[3], rtol=0, atol=1e-5)
     assert (noise[0] - noise[4]).abs().max() > 0.1

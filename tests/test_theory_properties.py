@@ -1,6 +1,9 @@
 """Properties of schedule, sampler and dynamics that must hold for any setting; the lessons check chosen ones."""
 
+import json
 import math
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -360,3 +363,15 @@ def test_the_closed_profile_is_the_measured_one(kind):
     torch.testing.assert_close(
         measured, gaussian_profile(Sampler(levels, kind, eta), 0.6), rtol=0.01, atol=0
     )
+
+
+def test_no_page_uses_the_noise_level_t_as_an_index_of_transitions():
+    """The page on the proposition keeps the letters of the paper, and a sum over a set may run over noise levels."""
+    book = Path(__file__).parent.parent / "nbs"
+    pages = [page for page in book.rglob("*.ipynb") if page.stem != "04_proposition"]
+    found = {}
+    for page in pages:
+        cells = json.loads(page.read_text(encoding="utf-8"))["cells"]
+        text = "".join("".join(c["source"]) for c in cells if c["cell_type"] == "markdown")
+        found[page.name] = re.findall(r"x_\{t[+-]1\}|g_\w\^t\b|[wt]_t\b|t_\{?k\b", text)
+    assert len(pages) > 50 and not {page: uses for page, uses in found.items() if uses}

@@ -32,12 +32,12 @@ def renoise(
     context: ReplayContext,  # trajectories of B images, and the policy
     image_index: Tensor,  # (m,) long, indices of images in the trajectories
     levels: Tensor,  # (m,) long, indices of noise levels in the sampling grid
-    shared: bool = False,  # True: at each level, all images of a group get the same noise
+    per_group: bool = False,  # True: at each level, all images of a group get the same noise
 ) -> tuple[Tensor, Tensor]:  # x_t and the velocity's target, noise - x_0; (m, S, C) each
     """Add new noise to final images at the given levels; return noised latents and velocity targets.
 
     The random numbers are seeded by the image's key and the level, so every update of an iteration uses the same
-    noise. If `shared`, they are seeded by the group instead of the image.
+    noise. If `per_group`, they are seeded by the group instead of the image.
     """
     trajectories = context.trajectories
     keys = trajectories.keys
@@ -45,7 +45,7 @@ def renoise(
     generators = []
     for image, level in zip(image_index.tolist(), levels.tolist(), strict=True):
         seed, iteration, prompt, generation = keys[image]
-        if shared:
+        if per_group:
             generation = -1
         generators.append(
             make_generator(seed, iteration, prompt, generation, stream=f"noised {level}")
@@ -90,7 +90,7 @@ class Decoupled(Method):
     """
 
     has_log_prob = False
-    shared = False  # True: the images of a group share noise and levels
+    noise_per_group = False  # True: the images of a group get the same noise and the same levels
     sample_is_chunk = False  # True: a chunk sample has all levels of its chunk; False: one level
     trainable_fraction = 1.0  # share of the levels that may be trained, counted from the noise end
     required_settings = {
@@ -209,8 +209,8 @@ class Decoupled(Method):
         if returns_levels:
             chunks = self.chunks_of_levels(paths, profile)
 
-        # Images that share their levels use the random numbers of their group.
-        if self.shared:
+        # Images that train the same levels use the random numbers of their group.
+        if self.noise_per_group:
             paths = replace(paths, keys=[key.with_generation(-1) for key in paths.keys])
 
         if settings.chunk_weighting == "uniform":
@@ -218,7 +218,7 @@ class Decoupled(Method):
         else:
             weighting = settings.chunk_weighting
             distance = profile
-            if self.shared and weighting == "dynamics":
+            if self.noise_per_group and weighting == "dynamics":
                 # All images of a group sample with the same weights, by their mean distances.
                 groups = paths.distance.unflatten(0, (-1, settings.images_per_prompt))
                 weighting = "profile"
@@ -281,7 +281,7 @@ class Decoupled(Method):
         step_index: Tensor,  # (m,) long, indices of noise levels in the sampling grid
     ) -> tuple[Tensor, Tensor]:  # (m, S, C) each
         """Add new noise to the final images; return the noised latents and their velocity targets."""
-        return renoise(context, image_index, step_index, self.shared)
+        return renoise(context, image_index, step_index, self.noise_per_group)
 
     def transition_stats(
         self,
@@ -307,7 +307,7 @@ class Decoupled(Method):
             level_count = len(self.trainable_steps(self.sampler(0)))
             chunks = self.selection_chunks(torch.ones(level_count))
             parse_chunk_numbers(self.settings.train_chunks, len(chunks))
-        if self.shared and self.settings.chunk_rule.min_size:
+        if self.noise_per_group and self.settings.chunk_rule.min_size:
             raise InputError(
                 f"`chunks` must be the same for all images of a group with {self.settings.method}, which "
                 f"compares them at the same levels; got {self.settings.chunks}"
@@ -339,7 +339,7 @@ class Elbo(Decoupled):
 class VGrpo(Elbo):
     """V-GRPO (2604.23380): images of a group share noise and stratified levels; a tanh bounds advantages by 3."""
 
-    shared = True
+    noise_per_group = True
     # The strata cover all levels, so no setting may choose among them.
     required_settings = {
         **Elbo.required_settings,
@@ -450,7 +450,7 @@ class Crd(Decoupled):
     beta = 1.0  # scale of the implicit reward
     has_ratio = False
     needs_group = True
-    shared = True
+    noise_per_group = True
     reference_decays: Mapping[str, Callable[[int], float]] = {
         # "sampling" samples the images; "old" is the model that their errors are compared with.
         "old": lambda iteration: min(0.25 + 0.005 * iteration, 0.999),
@@ -500,7 +500,7 @@ class GroupDpo(Decoupled):
     beta = 100.0  # inverse temperature of the sigmoid that weighs a group
     trainable_fraction = 0.6
     statistic_size = 3
-    shared = True
+    noise_per_group = True
     needs_group = True
     references = ("base",)
 
@@ -567,7 +567,7 @@ class OnlineDpo(Decoupled):
 
     beta = 100.0  # inverse temperature of the preference
     has_ratio = False
-    shared = True
+    noise_per_group = True
     needs_group = True
     references = ("base",)
 

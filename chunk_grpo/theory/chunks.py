@@ -155,8 +155,9 @@ def parse_chunk_numbers(
 # %% ../../nbs/00_theory/02_chunks.ipynb #7d377ebe
 @dataclass(frozen=True)
 class ChunkRule:
-    """The parsed setting `chunks`: fixed chunks, or the rule that will determine them."""
+    """Hold the parsed setting `chunks`: fixed chunks, or the rule by which a run determines them."""
 
+    # fixed: `chunks`; profile: from the base's profile; adaptive: per trajectory; code: a user's function
     kind: Literal["fixed", "profile", "adaptive", "code"]
     chunks: Chunks | None = None  # the partition if kind is "fixed", else None
     min_size: int | None = None  # fewest transitions per chunk if kind is "adaptive", else None
@@ -166,11 +167,11 @@ class ChunkRule:
     def parse(
         cls,
         text: str,  # the setting `chunks`
-        transitions: int,  # transitions that are trained
-        # whether sizes must add up to `transitions`; False if a method trains another number
+        transitions: int,  # number of transitions that are trained
+        # True: sizes must add up to `transitions`; False: a method may train another number
         must_add_up: bool = True,
     ) -> "ChunkRule":
-        """Parse the text of the setting `chunks` into a rule.
+        """Parse the setting `chunks`.
 
         Raises InputError if it has none of the seven forms or does not fit the number of transitions.
         """
@@ -204,7 +205,10 @@ def step_weights(
     chunks: Chunks,  # partition of n transitions
     dtype: torch.dtype = torch.float32,  # dtype of the weights
 ) -> Tensor:  # (n,), mean 1
-    """Compute the first-order weight n / (K cs_j) of each transition in (13), relative to the step objective (5)."""
+    """Compute the weight n / (K cs_j) of each transition in the chunk objective (13), relative to the step objective (5).
+
+    The weights describe the gradient to first order, for ratios near 1.
+    """
     sizes = torch.tensor(chunks.sizes)
     return (chunks.transitions / (len(chunks) * sizes.to(dtype))).repeat_interleave(sizes)
 
@@ -217,24 +221,25 @@ def _check_chosen_chunks(
     last = torch.tensor([len(partition) - 1 for partition in partitions], device=chosen.device)
     if len(partitions) != len(chosen) or bool(((chosen > last[:, None]) | (chosen < -1)).any()):
         raise InputError(
-            f"chosen: got {chosen.tolist()}, allowed are chunks 0 to {max(last.tolist(), default=0)}, "
-            "one row per partition, with numbers of that partition only."
+            f"`chosen` must hold chunk numbers from 0 to {max(last.tolist(), default=0)} that exist in the image's "
+            f"partition, or -1, one row per image; got {chosen.tolist()}"
         )
 
 
 def flatten_chunks(
     chunks: Chunks | Sequence[Chunks],  # one partition for all images, or one per image
-    # chunk numbers selected for each image, (B, k) long, 0 ... K - 1; -1 pads shorter rows
+    # numbers of the chunks selected for each image, (B, k) long, 0 ... K - 1; -1 pads shorter rows
     chosen: Tensor,
     # per transition: image index, transition index and chunk sample, (M,) long each
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """List the transitions of the chosen chunks, one chunk after another, in the order of `chosen`.
+    """List all M transitions of the chosen chunks, image by image and chunk by chunk, in the order of `chosen`.
 
-    The result is on the device of `chosen`. Raises InputError if a chunk number does not exist.
+    Chunk samples are numbered 0, 1, ... in that order. The result is on the device of `chosen`. Raises InputError if
+    a chunk number does not exist.
     """
     if chosen.ndim != 2 or chosen.dtype != torch.long:
         raise InputError(
-            f"chosen: got a {chosen.dtype} tensor of shape {tuple(chosen.shape)}, allowed is long (B, k)."
+            f"`chosen` must be long with shape (B, k); got {chosen.dtype} with shape {tuple(chosen.shape)}"
         )
     partitions = [chunks] * len(chosen) if isinstance(chunks, Chunks) else list(chunks)
     _check_chosen_chunks(chosen, partitions)
@@ -259,7 +264,7 @@ def fits_in_batch(
     segment: Tensor,  # chunk sample of each transition, (M,) long
     limit: int,  # largest number of transitions in one forward pass, at least 1
 ) -> bool:
-    """Return True if every chunk sample has at most `limit` transitions, so that none has to be split.
+    """Return True if every chunk sample has at most `limit` transitions and so fits into one forward pass.
 
     Raises InputError if `limit` is below 1.
     """
@@ -272,10 +277,9 @@ def split_into_batches(
     segment: Tensor,  # chunk sample of each transition, (M,) long
     limit: int,  # largest number of transitions in one batch, at least 1
 ) -> list[Tensor]:  # positions in `segment` that make up each batch, (m,) long each
-    """Split all transitions into batches of at most `limit`, keeping chunk samples whole and in order.
+    """Divide all transitions into batches of at most `limit`, without splitting chunk samples, in their order.
 
-    Only a chunk sample longer than `limit` is split, see `fits_in_batch`. Raises InputError if `limit` is
-    below 1.
+    A chunk sample is split only if it alone has more than `limit` transitions. Raises InputError if `limit` is below 1.
     """
     fits_in_batch(segment, limit)  # raises the error
     batches: list[list[Tensor]] = [[]]

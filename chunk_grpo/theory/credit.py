@@ -22,9 +22,9 @@ def combine_rewards(
     scores: dict[str, Tensor],  # raw scores, (P, G), keyed by reward
     weights: dict[str, float],  # weights, keyed by reward
 ) -> Tensor:  # (P, G), the scores from which the form `group` computes advantages
-    """Combine rewards into one score: the weighted sum of rewards normalised within each group.
+    """Combine several rewards into one score per image: normalise each within its group, then add them by weight.
 
-    A single reward is returned unchanged.
+    A single reward is returned unchanged. Only rewards in `weights` count.
     """
     if len(weights) == 1:
         return scores[next(iter(weights))]
@@ -39,7 +39,7 @@ def combine_rewards(
 def win_rates(
     scores: Tensor,  # scores of P prompts with G images each, (P, G)
 ) -> Tensor:  # (P, G), in [0, 1]
-    """Compute the share of its siblings that each image beats; a tie counts half.
+    """Compute, for each image, the share of the other images of its group that score lower; a tie counts half.
 
     Raises InputError if a group has fewer than two images.
     """
@@ -57,9 +57,9 @@ def credit_advantages(
     form: str = "group",  # one of CREDIT_FORMS
     clamp: float = 5.0,  # largest |advantage|, in standard deviations; for `none` in reward units
 ) -> Tensor:  # (P, G), detached, float32 or better
-    """Compute the advantage of every image of an iteration in the given form.
+    """Compute the advantage of every image of an iteration by one of the seven forms.
 
-    Raises InputError if the form is unknown or the scores are not finite (P, G).
+    Raises InputError if the form is unknown, or if the scores are not finite or do not have shape (P, G).
     """
     if form not in CREDIT_FORMS:
         raise InputError(f"`credit` must be one of {', '.join(CREDIT_FORMS)}; got {form!r}")
@@ -69,17 +69,20 @@ def credit_advantages(
         return advantage
 
     def weighted_sum(transform: Callable[[Tensor], Tensor]) -> Tensor:
+        """Sum the transformed scores of all rewards by weight, (P, G)."""
         terms = [weight * transform(scores[name]) for name, weight in weights.items()]
         return torch.stack(terms).sum(0)
 
     if form == "wins":
         return group_advantages(weighted_sum(win_rates), clamp)
     if form == "scale":
-        std = {k: (x - x.amin(1, keepdim=True)).std(1, keepdim=True) for k, x in scores.items()}
-        scaled = {k: torch.where(std[k] > 0, x / (std[k] + 1e-8), 0.0) for k, x in scores.items()}
-        advantage = (
-            sum(weight * scaled[name] for name, weight in weights.items()).to(advantage).detach()
-        )
+        scaled = {}
+        for name, gain in scores.items():
+            # Without the minimum, the deviation is exactly 0 if all gains are equal.
+            std = (gain - gain.amin(1, keepdim=True)).std(1, keepdim=True)
+            scaled[name] = torch.where(std > 0, gain / (std + 1e-8), 0.0)
+        total = sum(weight * scaled[name] for name, weight in weights.items())
+        advantage = total.to(advantage).detach()
     elif form in ("sum", "gdpo"):
         advantage = weighted_sum(lambda x: group_advantages(x, clamp))
         if form == "gdpo":
@@ -93,33 +96,33 @@ def credit_advantages(
 
 # %% ../../nbs/00_theory/07_credit.ipynb #200cca05
 def select_exploiting_images(
-    trained: Tensor,  # scores of the reward that is trained on, (P, G)
-    other_rewards: list[Tensor],  # scores of rewards that are not trained on, (P, G) each
+    trained_scores: Tensor,  # scores by the reward used for training, (P, G)
+    other_scores: list[Tensor],  # scores by each reward not used for training, (P, G) each
     share: float,  # share of the images to select; at least one image is selected
 ) -> Tensor:  # (P, G) bool, True for selected images
-    """Select the images whose win rate by the trained reward exceeds that by other rewards most (GARDO, 2512.24138).
+    """Select the images that beat their group much more often by the trained reward than by others (GARDO, 2512.24138).
 
-    Without other rewards, select the images with the highest win rate. Ties are broken by the advantage
-    in the trained reward.
+    The images with the largest difference of win rates are selected; without other rewards, those with the highest
+    win rate. Ties are broken by the advantage under the trained reward.
     """
-    gap = (
-        win_rates(trained) - sum(map(win_rates, other_rewards)) / max(len(other_rewards), 1)
-    ).flatten()
-    order = (
-        group_advantages(trained, torch.finfo(torch.float32).max)
-        .flatten()
-        .argsort(descending=True, stable=True)
-    )
+    mean_other_rate = sum(map(win_rates, other_scores)) / max(len(other_scores), 1)
+    gap = (win_rates(trained_scores) - mean_other_rate).flatten()
+    advantage = group_advantages(trained_scores, torch.finfo(torch.float32).max).flatten()
+    # Two stable sorts: the second is by the gap and keeps the order of the first among equal gaps.
+    order = advantage.argsort(descending=True, stable=True)
     order = order[gap[order].argsort(descending=True, stable=True)]
     selected = torch.zeros_like(gap, dtype=torch.bool)
     selected[order[: max(1, round(share * gap.numel()))]] = True
-    return selected.reshape(trained.shape)
+    return selected.reshape(trained_scores.shape)
 
 # %% ../../nbs/00_theory/07_credit.ipynb #2f1277ba
 def relative_nearest_distances(
     features: Tensor,  # features of P prompts with G images each, (P, G, E)
 ) -> Tensor:  # (P, G), with mean 1 in each group, or 0 if all its images are equal
-    """Compute each image's cosine distance to its nearest sibling, relative to the group's mean (GARDO, 2512.24138)."""
+    """Compute the cosine distance of each image to the nearest image of its group, divided by the group's mean distance.
+
+    Source: GARDO (2512.24138).
+    """
     unit = torch.nn.functional.normalize(features.float(), dim=2)
     distance = (1 - unit @ unit.mT).clamp(0, 2)
     itself = torch.eye(distance.shape[1], dtype=torch.bool, device=distance.device)

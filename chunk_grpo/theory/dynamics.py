@@ -30,7 +30,7 @@ def _check_latents(latents: Tensor) -> None:
     """Raise InputError unless the latents are (B, T + 1, ...) with T at least 1."""
     if latents.ndim < 3 or latents.shape[1] < 2:
         raise InputError(
-            f"latents: got shape {tuple(latents.shape)}, allowed is (B, T + 1, ...) with T at least 1."
+            f"`latents` must have shape (B, T + 1, ...) with T at least 1; got {tuple(latents.shape)}"
         )
 
 
@@ -39,8 +39,8 @@ def _check_finite_distances(distance: Tensor) -> None:
     not_finite = (~distance.isfinite()).any(0).nonzero()
     if len(not_finite):
         raise InputError(
-            f"latents: got a distance that is not finite at transition {int(not_finite[0])}, "
-            "allowed are finite latents that are not all zero."
+            "`latents` must be finite and not all zero; got a distance that is not finite at transition "
+            f"{int(not_finite[0])}"
         )
 
 
@@ -49,12 +49,12 @@ def relative_distance(
     latents: Tensor,  # x_0 ... x_T of each trajectory, noise first, (B, T + 1, ...)
     kind: str = "l1",  # one of DISTANCE_KINDS
 ) -> Tensor:  # (B, T), one value per transition; dimensionless, detached, float32 or better
-    """Compute the relative change of the latents over each transition, equation (15).
+    """Compute how far each transition moves the latents, relative to the latents before it, equation (15).
 
-    Raises InputError if a distance is not finite, and names the transition.
+    Raises InputError if a distance is not finite; the message names the transition.
     """
     if kind not in DISTANCE_KINDS:
-        raise InputError(f"distance: got {kind!r}, allowed is one of {', '.join(DISTANCE_KINDS)}.")
+        raise InputError(f"`kind` must be one of {', '.join(DISTANCE_KINDS)}; got {kind!r}")
     _check_latents(latents)
     x = latents.detach().to(torch.promote_types(latents.dtype, torch.float32)).flatten(2)
     current, following = x[:, :-1], x[:, 1:]
@@ -72,7 +72,7 @@ def gaussian_profile(
     # standard deviation of the data: one number, or one per coordinate, (d,)
     scale: Tensor | float = 1.0,
 ) -> Tensor:  # (T,) float64, expected L1_rel in the limit of many coordinates
-    """Compute in closed form the profile (15) of an exact model on centred Gaussian data.
+    """Compute the expected distances (15) in closed form, for a model with the exact velocity of centred Gaussian data.
 
     Raises InputError if the sampler's settings are invalid.
     """
@@ -106,7 +106,7 @@ def _check_profile(profile: Tensor) -> None:
         or not bool((profile.isfinite() & (profile > 0)).all())
     ):
         raise InputError(
-            f"profile: got {profile.tolist()}, allowed are finite values above 0, one per transition."
+            f"`profile` must hold finite values above 0, one per transition; got {profile.tolist()}"
         )
 
 
@@ -115,7 +115,7 @@ def chunks_from_profile(
     profile: Tensor,  # mean distance of each trained transition, (n,), positive
     max_chunks: int | None = None,  # number of chunks K, at most n; None: 4, as in the paper
 ) -> Chunks:  # min(K, n) chunks that cover the n transitions
-    """Cut a profile into chunks whose transitions have similar log-distances: the best piecewise-constant fit.
+    """Divide transitions into the K chunks with the smallest squared deviation of log-distances from the chunk means.
 
     Raises InputError if the profile or the number of chunks is not allowed.
     """
@@ -123,7 +123,7 @@ def chunks_from_profile(
     count = DEFAULT_CHUNKS if max_chunks is None else max_chunks
     _check_profile(profile)
     if count < 1:
-        raise InputError(f"max_chunks: got {max_chunks}, allowed is a whole number from 1.")
+        raise InputError(f"`max_chunks` must be a whole number from 1; got {max_chunks}")
     return Chunks(tuple(optimal_sizes(profile.log().tolist(), min(count, len(profile)))))
 
 # %% ../../nbs/00_theory/05_dynamics.ipynb #7d9b493a
@@ -131,8 +131,8 @@ def _check_distance_shape(distance: Tensor, chunks: Chunks) -> None:
     """Raise InputError unless the distances are (B, n) for the n transitions of the chunks."""
     if distance.ndim != 2 or distance.shape[1] != chunks.transitions:
         raise InputError(
-            f"distance: got shape {tuple(distance.shape)}, allowed is (B, {chunks.transitions}) "
-            f"for chunks {chunks}."
+            f"`distance` must have shape (B, {chunks.transitions}) for chunks {chunks}; got "
+            f"{tuple(distance.shape)}"
         )
 
 
@@ -141,7 +141,8 @@ def _check_mean_distances(mean: Tensor) -> None:
     positive = mean.sum(1, keepdim=True) > 0
     if not bool((mean.isfinite() & (mean >= 0) & positive).all()):
         raise InputError(
-            "distance: got values that are negative, not finite or all zero, allowed are distances."
+            "`distance` must have finite means from 0 in all chunks, and one above 0; got means that are negative, "
+            "not finite or all 0"
         )
 
 
@@ -150,7 +151,7 @@ def chunk_weights(
     distance: Tensor,  # distance of each trained transition, (B, n)
     chunks: Chunks,  # K chunks of n transitions
 ) -> Tensor:  # (B, K), rows sum to 1
-    """Compute the sampling weight of each chunk, its share of the mean distances, equation (16).
+    """Compute the sampling weight of each chunk, equation (16): its mean distance over the sum of all chunks' means.
 
     Raises InputError if the shapes do not fit, a mean distance is negative or not finite, or a row is all zero.
     """
@@ -165,13 +166,13 @@ def tempered_weights(
     uniform: float = 0.0,  # share q of uniform sampling, 0 ... 1
     temperature: float = 1.0,  # tau, above 0; above 1 flattens the weights, below 1 sharpens them
 ) -> Tensor:  # (B, K), rows sum to 1
-    """Apply a temperature to the chunk weights and mix them with uniform weights.
+    """Raise chunk weights to the power 1 / temperature, normalise them, and mix them with uniform weights.
 
     Raises InputError if `uniform` or `temperature` is out of range.
     """
     if not 0 <= uniform <= 1 or not temperature > 0:
         raise InputError(
-            f"uniform, temperature: got {uniform} and {temperature}, allowed are 0 to 1, and above 0."
+            f"`uniform` must be 0 to 1 and `temperature` above 0; got {uniform} and {temperature}"
         )
     tempered = (weights.log() / temperature).softmax(dim=1)
     return (1 - uniform) * tempered + uniform / weights.shape[1]
@@ -187,25 +188,26 @@ def count_trained_chunks(
     """
     if chunks < 1 or not 0 < fraction <= 1:
         raise InputError(
-            f"chunk_fraction: got {fraction} of {chunks} chunks, allowed is above 0 and at most 1."
+            f"`chunk_fraction` must be above 0 and at most 1, with at least 1 chunk; got {fraction} of {chunks} chunks"
         )
     return max(1, int(chunks * fraction))
 
 # %% ../../nbs/00_theory/05_dynamics.ipynb #3f2b3ed9
 def _check_sampling_inputs(weights: Tensor, count: int, uniforms: Tensor) -> None:
-    """Raise InputError unless the shapes match and weights are finite, not negative, and positive `count` times a row."""
+    """Raise InputError unless shapes match and weights are finite and from 0, at least `count` per row above 0."""
     if weights.ndim != 2 or uniforms.shape != weights.shape:
         raise InputError(
-            f"uniforms: got shape {tuple(uniforms.shape)}, allowed is weights' {tuple(weights.shape)}."
+            f"`uniforms` and `weights` must have the same shape (B, K); got {tuple(uniforms.shape)} and "
+            f"{tuple(weights.shape)}"
         )
     if not 1 <= count <= weights.shape[1]:
-        raise InputError(f"count: got {count}, allowed is 1 to {weights.shape[1]} chunks.")
+        raise InputError(f"`count` must be 1 to {weights.shape[1]} chunks; got {count}")
     if not bool((weights.isfinite() & (weights >= 0)).all()) or bool(
         ((weights > 0).sum(1) < count).any()
     ):
         raise InputError(
-            f"weights: got {weights.tolist()}, allowed are finite values from 0, of "
-            f"which {count} or more in each row are above 0."
+            f"`weights` must hold finite numbers from 0, with at least {count} above 0 in each row; got "
+            f"{weights.tolist()}"
         )
 
 

@@ -18,10 +18,11 @@ def _check_rewards(rewards: Tensor) -> None:
     """Raise InputError unless rewards are finite and (P, G) with G at least 2."""
     if rewards.ndim != 2 or rewards.shape[1] < 2:
         raise InputError(
-            f"rewards: got shape {tuple(rewards.shape)}, allowed is (P, G) with G at least 2."
+            f"`rewards` must have shape (P, G) with G at least 2; got {tuple(rewards.shape)}"
         )
     if not bool(rewards.isfinite().all()):
-        raise InputError("rewards: got a value that is not finite, allowed are finite numbers.")
+        count = int((~rewards.isfinite()).sum())
+        raise InputError(f"`rewards` must be finite; got {count} values that are infinite or NaN")
 
 
 @checked(clamp=number(above=0))
@@ -29,15 +30,15 @@ def group_advantages(
     rewards: Tensor,  # rewards of P prompts with G images each, (P, G)
     clamp: float = 5.0,  # largest advantage in absolute value, in standard deviations
 ) -> Tensor:  # (P, G), float32 or better, detached
-    """Standardise the rewards of each group to advantages, equation (4), and clamp them.
+    """Compute advantages, equation (4): the rewards standardised within each group, and clamped.
 
-    The divisor is the unbiased standard deviation plus 1e-8. Raises InputError if G is below 2 or a reward
-    is not finite.
+    The divisor is the unbiased standard deviation plus 1e-8. A group with equal rewards gets 0. Raises InputError if G
+    is below 2 or a reward is not finite.
     """
     _check_rewards(rewards)
     rewards = rewards.detach().to(torch.promote_types(rewards.dtype, torch.float32))
-    above = rewards - rewards.amin(1, keepdim=True)  # exactly 0 in a group of equal rewards
-    advantage = (above - above.mean(1, keepdim=True)) / (above.std(1, keepdim=True) + 1e-8)
+    gap = rewards - rewards.amin(1, keepdim=True)  # exactly 0 in a group with equal rewards
+    advantage = (gap - gap.mean(1, keepdim=True)) / (gap.std(1, keepdim=True) + 1e-8)
     return advantage.clamp(-clamp, clamp)
 
 # %% ../../nbs/00_theory/03_objective.ipynb #bf41fe64
@@ -49,8 +50,8 @@ def _check_logp(new_logp: Tensor, old_logp: Tensor, chunks: Chunks) -> None:
         or new_logp.shape[1] != chunks.transitions
     ):
         raise InputError(
-            f"new_logp, old_logp: got shapes {tuple(new_logp.shape)} and {tuple(old_logp.shape)}, "
-            f"allowed is (B, {chunks.transitions}) for chunks {chunks}."
+            f"`new_logp` and `old_logp` must have shape (B, {chunks.transitions}) for chunks {chunks}; got "
+            f"{tuple(new_logp.shape)} and {tuple(old_logp.shape)}"
         )
 
 
@@ -61,7 +62,7 @@ def chunk_ratio(
     old_logp: Tensor,  # log-probabilities of the same transitions under the sampling weights, (B, n)
     chunks: Chunks,  # K chunks of n transitions
 ) -> Tensor:  # (B, K), exactly 1 where nothing changed; differentiable in new_logp
-    """Compute the importance ratio of every chunk, equation (14), as exp(mean(new - old)).
+    """Compute the importance ratio of every chunk, equation (14): exp of the mean of new minus old log-probabilities.
 
     Raises InputError if the shapes are not (B, n).
     """
@@ -74,8 +75,8 @@ def _check_ratio(ratio: Tensor, advantage: Tensor) -> None:
     """Raise InputError unless the ratios are (B, K) and the advantages (B,)."""
     if ratio.ndim != 2 or advantage.shape != ratio.shape[:1]:
         raise InputError(
-            f"ratio, advantage: got shapes {tuple(ratio.shape)} and {tuple(advantage.shape)}, "
-            "allowed are (B, K) and (B,)."
+            "`ratio` and `advantage` must have shapes (B, K) and (B,); got "
+            f"{tuple(ratio.shape)} and {tuple(advantage.shape)}"
         )
 
 
@@ -85,7 +86,7 @@ def clipped_objective(
     advantage: Tensor,  # advantage of each image, (B,)
     clip_range: float,  # eps, the largest distance of an unclipped ratio from 1
 ) -> Tensor:  # (), to be maximised
-    """Compute the clipped objective: the mean of min(r A, clip(r, 1 - eps, 1 + eps) A), (13) without KL.
+    """Compute the clipped objective (13) without KL: the mean of min(r A, clip(r, 1 - eps, 1 + eps) A).
 
     Raises InputError if the shapes do not fit.
     """
@@ -101,9 +102,9 @@ def is_clipped(
     advantage: Tensor,  # advantage of each chunk sample, (N,)
     clip_range: float,  # eps
 ) -> Tensor:  # (N,) bool
-    """Return True where the ratio has left the clip range in the direction that the advantage favours.
+    """Return True for every chunk sample whose gradient clipping removes from (13).
 
-    The gradient of (13) is zero for these chunk samples.
+    Its ratio is above 1 + eps and its advantage positive, or its ratio is below 1 - eps and its advantage negative.
     """
     above = ratio > ratio.clamp(max=1 + clip_range)
     below = ratio < ratio.clamp(min=1 - clip_range)
@@ -118,7 +119,8 @@ def _check_segment(segment: Tensor) -> None:
         or (len(segment) and int(segment.min()) < 0)
     ):
         raise InputError(
-            f"segment: got {segment.dtype} {tuple(segment.shape)}, allowed is long (M,), numbers from 0."
+            "`segment` must be long with shape (M,) and hold numbers from 0; got "
+            f"{segment.dtype} with shape {tuple(segment.shape)}"
         )
 
 
@@ -133,8 +135,8 @@ def chunk_sample_sizes(
     sizes = segment.bincount()
     if bool((sizes == 0).any()):
         raise InputError(
-            f"segment: got no transition for chunk sample {int((sizes == 0).nonzero()[0])}, allowed are the "
-            f"numbers 0 to {len(sizes) - 1} without a gap."
+            f"`segment` must hold all numbers from 0 to {len(sizes) - 1}; got no transition for chunk sample "
+            f"{int((sizes == 0).nonzero()[0])}"
         )
     return sizes
 
@@ -145,14 +147,14 @@ def segment_ratio(
     old_logp: Tensor,  # log-probabilities of the same transitions under the sampling weights, (M,)
     segment: Tensor,  # chunk sample of each transition, (M,) long, from `flatten_chunks`
 ) -> Tensor:  # (N,), one ratio per chunk sample; differentiable in new_logp
-    """Compute the ratio (14) of each chunk sample from a flat list of transitions.
+    """Compute the importance ratio (14) of each chunk sample from a flat list of M transitions.
 
     Raises InputError if the shapes differ or a chunk sample has no transitions.
     """
     if not new_logp.shape == old_logp.shape == segment.shape:
         raise InputError(
-            f"new_logp, old_logp, segment: got shapes {tuple(new_logp.shape)}, {tuple(old_logp.shape)} "
-            f"and {tuple(segment.shape)}, allowed is (M,) for all."
+            "`new_logp`, `old_logp` and `segment` must all have shape (M,); got "
+            f"{tuple(new_logp.shape)}, {tuple(old_logp.shape)} and {tuple(segment.shape)}"
         )
     order = segment.argsort(stable=True)
     return torch.segment_reduce(

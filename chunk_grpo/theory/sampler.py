@@ -25,11 +25,11 @@ MAX_ETA = {"flow": math.sqrt(2), "dance": math.sqrt(2), "cps": 1.0, "ode": math.
 # %% ../../nbs/00_theory/01_sampler.ipynb #f718c0d5
 def diffusion_coefficient(
     sigma: Tensor,  # noise level at the start of the transition, () or (B,)
-    second_sigma: Tensor,  # noise level sigma_1, (), used in the denominator where sigma is 1
+    second_sigma: Tensor,  # noise level sigma_1, (); replaces sigma in the denominator if sigma is 1
     kind: str,  # "flow" or "dance"
     eta: float | Tensor,  # strength of the noise: a number, or the shape of sigma
 ) -> Tensor:  # s, the shape of sigma; noise per square root of noise level
-    """Compute the coefficient s of (7): eta sqrt(sigma / (1 - sigma)) for flow, eta for dance."""
+    """Compute the noise coefficient s of the SDE (7): eta sqrt(sigma / (1 - sigma)) for flow, eta for dance."""
     if kind == "flow":
         return eta * (sigma / (1 - torch.where(sigma > 1 - 1e-6, second_sigma, sigma))).sqrt()
     return eta * torch.ones_like(sigma)
@@ -39,9 +39,12 @@ def sde_coefficients(
     sigma: Tensor,  # noise level sigma_i, () or (B,)
     next_sigma: Tensor,  # noise level sigma_{i+1}, the shape of sigma
     s: Tensor,  # diffusion coefficient, the shape of sigma
-    # (a, b, std): mean = a x + b v, and the noise's standard deviation
+    # (a, b, std): the mean is a x + b v, and std is the standard deviation of the noise
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the coefficients of latent and velocity in one Euler-Maruyama step of (7), and its std."""
+    """Compute the mean and the standard deviation of one Euler-Maruyama step of (7).
+
+    The mean is returned as the coefficients of the latent x and of the velocity v.
+    """
     step = next_sigma - sigma
     correction = s**2 / (2 * sigma) * step  # of the drift, along the score
     return 1 + correction, step + correction * (1 - sigma), s * (-step).sqrt()
@@ -51,9 +54,12 @@ def cps_coefficients(
     sigma: Tensor,  # noise level sigma_i, () or (B,)
     next_sigma: Tensor,  # noise level sigma_{i+1}, the shape of sigma
     eta: float | Tensor,  # rotation of the noise towards fresh noise, in quarter turns, 0 ... 1
-    # (a, b, std): mean = a x + b v, and the noise's standard deviation
+    # (a, b, std): the mean is a x + b v, and std is the standard deviation of the noise
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the coefficients of latent and velocity in one coefficients-preserving step, and its std."""
+    """Compute the mean and the standard deviation of one step of coefficients-preserving sampling.
+
+    The mean is returned as the coefficients of the latent x and of the velocity v.
+    """
     angle = torch.as_tensor(eta, dtype=torch.float64) * math.pi / 2
     predicted_noise = next_sigma * angle.cos().to(next_sigma)  # coefficient of the predicted noise
     return (
@@ -66,9 +72,9 @@ def cps_coefficients(
 def multistep_weights(
     sigmas: Tensor,  # noise levels, (T + 1,), decreasing
 ) -> Tensor:  # (T,) float64, 0 in transitions that take Euler's step
-    """Compute the second-order weights of DPM-Solver++, one per transition.
+    """Compute the weight of the second-order term of DPM-Solver++ in every transition.
 
-    The weight multiplies the change of the predicted image since the previous step.
+    The term is the weight times the change of the predicted image since the previous transition.
     """
     levels = sigmas.double()
     # Infinite in the first and the last transition, which keep Euler's step
@@ -106,7 +112,7 @@ def _eta_per_transition(
     kind: str,  # one of SAMPLER_KINDS
     eta: float | Sequence[float] | Tensor,  # one number, or one per transition with the last 0
 ) -> Tensor:  # (T,) float64, 0 at the last transition
-    """Return the noise strength of every transition.
+    """Return the noise strength of every transition: the given ones, or one for all but the last; 0 for the ODE.
 
     Raises InputError if the noise levels, the kind or a strength is not allowed.
     """
@@ -119,7 +125,7 @@ def _eta_per_transition(
         strengths = torch.cat([strengths.expand(steps - 1), torch.zeros(1, dtype=torch.float64)])
     if strengths.shape != (steps,) or strengths[-1] != 0:
         raise InputError(
-            f"`eta` must be a number, or {steps} numbers of which the last is 0; got {eta}"
+            f"`eta` must be a number, or {steps} numbers with 0 as the last; got {eta}"
         )
     if not bool(((strengths >= 0) & (strengths <= MAX_ETA[kind])).all()):
         raise InputError(
@@ -135,7 +141,7 @@ def _transition_coefficients(
     # sigma_1 of the full schedule if `sigmas` skips levels of it; None: sigmas[1]
     second_sigma: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # (a, b, std), (T,) each, float32 or better
-    """Compute the coefficients of every transition: those of the kind, or Euler's if the strength is 0."""
+    """Compute the coefficients of every transition, by the formula of the kind, or Euler's method if eta is 0."""
     levels = sigmas.to(torch.promote_types(sigmas.dtype, torch.float32))
     sigma, next_sigma, eta = levels[:-1], levels[1:], eta.to(levels.device)
     if kind == "cps":
@@ -155,16 +161,19 @@ def _transition_coefficients(
 @checked()
 @dataclass(frozen=True, eq=False)
 class Sampler:
-    """Define how trajectories are sampled: noise levels, kind of transition, and noise strength per transition."""
+    """Define how trajectories are sampled: noise levels, kind of transition, and noise strength per transition.
+
+    Raises InputError if the noise levels do not decrease strictly within [0, 1], or if `kind`, `eta` or `solver` is not allowed.
+    """
 
     sigmas: Tensor  # noise levels, (T + 1,), from schedule.sigmas
     kind: str = "flow"  # one of SAMPLER_KINDS
     # noise strength: one number for all transitions but the last, or (T,) numbers with the last 0
     eta: float | Sequence[float] | Tensor = 0.7
     solver: str = "euler"  # one of SOLVERS, for consecutive deterministic transitions
-    # sigma_1, (), in the noise coefficient where sigma is 1; None: sigmas[1]
+    # noise level sigma_1, (), for the noise coefficient if sigma is 1; None: sigmas[1]
     second: Tensor | None = None
-    # weights from `multistep_weights`, (T,) float64; 0 where a transition takes Euler's step
+    # weights from `multistep_weights`, (T,) float64; 0 for transitions that take Euler's step
     second_order: Tensor = field(init=False)
     # indices of the transitions with noise, increasing, (n,) long
     stochastic: Tensor = field(init=False)
@@ -194,12 +203,16 @@ class Sampler:
             object.__setattr__(self, name, value)  # the dataclass is frozen
 
     def __len__(self) -> int:
+        """Return the number of transitions T."""
         return len(self.sigmas) - 1
 
-    def coefficients(self, index: int | Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return (a, b, std) of transition `index`, a number or (B,) long; the mean is a x + b v.
+    def coefficients(
+        self,
+        index: int | Tensor,  # transitions i: one number, or (B,) long
+    ) -> tuple[Tensor, Tensor, Tensor]:  # (a, b, std), each () or (B,)
+        """Return the coefficients of transitions: the mean is a x + b v, and std is the standard deviation.
 
-        Raises InputError if an index is outside the trajectory.
+        Raises InputError if an index is not between 0 and T - 1.
         """
         index = torch.as_tensor(index, device=self.sigmas.device)
         _check_transition_index(index, len(self))
@@ -210,7 +223,7 @@ class Sampler:
         self,
         velocity: Tensor,  # velocity at x_i, (B, ...)
         latents: Tensor,  # x_i, (B, ...)
-        index: int | Tensor,  # transition i: one for the batch, or one per row, (B,) long
+        index: int | Tensor,  # transition i: one for all samples, or one per sample, (B,) long
     ) -> tuple[Tensor, Tensor]:
         """Return the mean (B, ...) and std, () or (B, 1, ..., 1), of x_{i+1} given x_i and its velocity."""
         dtype = torch.promote_types(
@@ -224,7 +237,7 @@ class Sampler:
         self,
         velocity: Tensor,  # velocity at x_i, (B, ...)
         latents: Tensor,  # x_i, (B, ...)
-        index: int | Tensor,  # transition i: one for the batch, or one per row, (B,) long
+        index: int | Tensor,  # transition i: one for all samples, or one per sample, (B,) long
         noise: Tensor,  # standard normal noise, (B, ...)
     ) -> Tensor:  # x_{i+1}, (B, ...)
         """Take one transition with the given noise: return x_{i+1} = mean + std noise."""
@@ -256,7 +269,8 @@ class Sampler:
     ) -> Tensor:  # (B,)
         """Compute the KL divergence of two transitions with the same std, in nats per latent dimension.
 
-        For cps it is the mean squared distance of the two means. Raises InputError as `log_prob` does.
+        For cps it is the mean squared distance of the two means. Raises InputError if std is 0 on the CPU, or if the
+        sampler is the ODE.
         """
         squared, std = self._squared_distance(mean, other_mean, std)
         return (squared if self.kind == "cps" else squared / (2 * std**2)).flatten(1).mean(1)
@@ -269,7 +283,7 @@ class Sampler:
         """
         if self.kind == "ode" or (std.device.type == "cpu" and bool((std <= 0).any())):
             raise InputError(
-                f"`sampler` must have noise where a density is asked for; got {self.kind} with eta 0"
+                f"`sampler` must have noise in transitions whose density is computed; got {self.kind} with eta 0"
             )
         dtype = torch.promote_types(torch.promote_types(x.dtype, mean.dtype), torch.float32)
         return (x.to(dtype) - mean.to(dtype)).square(), std.to(dtype)

@@ -20,9 +20,9 @@ def broadcast_sigma(
     t: float | Tensor,  # noise level: a number, a 0-dim tensor, or (B,)
     latents: Tensor,  # latents, (B, ...)
 ) -> Tensor:  # t in the latents' dtype and on their device, () or (B, 1, ..., 1)
-    """Reshape a noise level, one for all samples or one per sample, so that it broadcasts against `latents`.
+    """Reshape noise levels so that they broadcast against `latents`: (B,) becomes (B, 1, ..., 1).
 
-    Raises InputError if `t` has any other shape.
+    A single noise level for all samples keeps its shape (). Raises InputError if `t` has any other shape.
     """
     t = torch.as_tensor(t, dtype=latents.dtype if latents.is_floating_point() else None)
     # A copy from the CPU does not have to wait for the work queued on the device
@@ -31,7 +31,8 @@ def broadcast_sigma(
         return t
     if t.ndim != 1 or t.shape[0] != latents.shape[0]:
         raise InputError(
-            f"t: got shape {tuple(t.shape)}, allowed is a number or one per sample, ({latents.shape[0]},)."
+            f"`t` must be a number or have shape ({latents.shape[0]},), one number per sample; got shape "
+            f"{tuple(t.shape)}"
         )
     return t.reshape(-1, *[1] * (latents.ndim - 1))
 
@@ -72,7 +73,7 @@ def gaussian_velocity(
     mean: float | Tensor = 0.0,
     scale: float | Tensor = 1.0,  # standard deviation of the data: a number or tensor, like mean
 ) -> Tensor:  # E[x_1 - x_0 | x_t], the shape of latents
-    """Compute the velocity that minimises (2) if every coordinate of the data is N(mean, scale^2)."""
+    """Compute the exact velocity for Gaussian data: the minimiser of (2) if every coordinate is N(mean, scale^2)."""
     t = broadcast_sigma(t, latents)
     variance = (1 - t) ** 2 * scale**2 + t**2
     return -mean + (t - (1 - t) * scale**2) / variance * (latents - (1 - t) * mean)
@@ -82,12 +83,12 @@ def shift_sigmas(
     u: Tensor,  # noise levels in [0, 1], any shape
     shift: float,  # factor on the noise-to-signal ratio, > 0; 1 leaves u unchanged
 ) -> Tensor:  # shifted noise levels, the shape of u
-    """Apply a shift to noise levels: return shift u / (shift u + 1 - u).
+    """Multiply the noise-to-signal ratio u / (1 - u) of noise levels by `shift`: return shift u / (shift u + 1 - u).
 
     Raises InputError if `shift` is not a positive number.
     """
     if not (isinstance(shift, int | float) and math.isfinite(shift) and shift > 0):
-        raise InputError(f"shift: got {shift!r}, allowed is a number above 0.")
+        raise InputError(f"`shift` must be a number above 0; got {shift!r}")
     return shift * u / (shift * u + (1 - u))
 
 # %% ../../nbs/00_theory/00_schedule.ipynb #2d06aaa8
@@ -102,7 +103,7 @@ def sigmas(
     Raises InputError if `steps` is below 1 or `shift` is not positive.
     """
     if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
-        raise InputError(f"steps: got {steps!r}, allowed is a whole number from 1.")
+        raise InputError(f"`steps` must be a whole number from 1; got {steps!r}")
     return shift_sigmas(torch.linspace(1, 0, steps + 1, dtype=torch.float64), shift).to(dtype)
 
 # %% ../../nbs/00_theory/00_schedule.ipynb #1c862bdb
@@ -119,8 +120,8 @@ def dynamic_shift(
     """
     if tokens < 1 or base_tokens == max_tokens:
         raise InputError(
-            f"tokens: got {tokens} on the line from {base_tokens} to {max_tokens}, allowed is at least 1 "
-            "token and two different ends."
+            f"`tokens` must be at least 1, and `base_tokens` and `max_tokens` must differ; got {tokens}, "
+            f"{base_tokens} and {max_tokens}"
         )
     slope = (max_shift - base_shift) / (max_tokens - base_tokens)
     return math.exp(base_shift + slope * (tokens - base_tokens))

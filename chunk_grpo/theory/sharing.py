@@ -19,11 +19,13 @@ from .windows import shrink_rest
 # %% ../../nbs/00_theory/10_sharing.ipynb #75db21f2
 @dataclass(frozen=True)
 class Sharing:
-    """The setting `sharing`: which noise the images of a group share."""
+    """Determine which noise the images of a group share: the parsed setting `sharing`."""
 
-    kind: str = "own"  # own, group, seeds or tree
-    number: int = 0  # seeds: initial noises per group; tree: children per node
-    splits: tuple[int, ...] = ()  # tree: transitions at which every path splits, increasing
+    kind: str = "own"  # own (nothing is shared), group, seeds or tree
+    number: int = 0  # seeds: initial noises per group; tree: children per node; else 0
+    splits: tuple[
+        int, ...
+    ] = ()  # tree: indices of the transitions at which paths split, increasing
 
     @classmethod
     def parse(cls, text: str) -> "Sharing":
@@ -54,10 +56,11 @@ class Sharing:
         images: int,  # images per group, G
         transitions: int,  # transitions per trajectory, T
     ) -> Tensor:  # (T + 1, G) long
-        """Return the index of the image of the group whose noise each image uses at each step.
+        """Return which image's noise each image of a group uses, as indices of images in the group.
 
-        Row 0 is for the initial noise, row i + 1 for transition i. Raises InputError if the group does not
-        divide evenly among the seeds or leaves, or a split lies beyond the trajectory.
+        Row 0 is for the initial noise, row i + 1 for transition i. An image whose noise is not shared has its own index.
+        Raises InputError if the images cannot be divided evenly among the seeds or leaves, or if a split lies beyond
+        the trajectory.
         """
         numbers = torch.arange(images)
         owners = numbers.expand(transitions + 1, -1).clone()
@@ -96,12 +99,12 @@ class Sharing:
 
 # %% ../../nbs/00_theory/10_sharing.ipynb #36997ff4
 def shared_states(
-    noise_owners: Tensor,  # whose noise each image uses, (T + 1, G) long, from `Sharing.noise_owners`
+    noise_owners: Tensor,  # image whose noise each image uses, (T + 1, G) long; `Sharing.noise_owners`
     stochastic: Tensor,  # indices of the transitions with noise, (n,) long
 ) -> Tensor:  # (T + 1, G) long; in each row, images with equal numbers have the same latents
-    """Label the state of each image before every transition and after the last one.
+    """Find the images of a group that have the same latents, before every transition and after the last one.
 
-    Images in the same state get the same label, the index of the first of them.
+    Images with the same latents get the same number, the index of the first of them in the group.
     """
     noisy = set(stochastic.tolist())
     states = [noise_owners[0]]
@@ -115,20 +118,21 @@ def shared_states(
 def forward_passes_per_group(
     states: Tensor,  # state of each image at each step, (T + 1, G) long, from `shared_states`
 ) -> int:
-    """Count the forward passes to sample one group: one per distinct state, the final images excluded."""
+    """Count the forward passes that sample one group: one per distinct state before each transition."""
     return sum(len(row.unique()) for row in states[:-1])
 
 # %% ../../nbs/00_theory/10_sharing.ipynb #d61f468b
 def edge_advantages(
     scores: Tensor,  # scores of P prompts with G images each, (P, G)
     states: Tensor,  # state of each image at each step, (T + 1, G) long, from `shared_states`
-    # depth: normalise the nodes at each depth; leaves: normalise the leaves, then average upwards
+    # depth: standardise the mean scores of all nodes of a depth; leaves: standardise, then average
     rule: str = "depth",
     clamp: float = 5.0,  # largest absolute advantage, in standard deviations
 ) -> Tensor:  # (P, G, T), advantage of each transition of each image
-    """Compute the advantage of each edge in a tree of trajectories, for each image and transition.
+    """Compute the advantage of every transition of every image, if the trajectories of a group form a tree.
 
-    Raises InputError if the rule is neither depth nor leaves.
+    A transition (an edge of the tree) has the same advantage for all images that share it. Raises InputError if the
+    rule is neither depth nor leaves.
     """
     if rule not in ("depth", "leaves"):
         raise InputError(f"`rule` must be depth or leaves; got {rule!r}")
@@ -148,14 +152,14 @@ def edge_advantages(
 # %% ../../nbs/00_theory/10_sharing.ipynb #bbba7367
 def merged_length(
     sigmas: Tensor,  # (T + 1,) noise levels, decreasing
-    start: int,  # index k of the first transition to merge
+    start: int,  # index i of the first transition to merge
     min_power: float = 2.2,  # entropy power 2 pi e std**2 that the merged step must reach
-    eta: float = 0.7,  # strength of the noise, a
+    eta: float = 0.7,  # noise strength of the transition
 ) -> int:  # number l of transitions that become one
-    """Count the transitions from `start` on that must be merged to reach the required entropy power.
+    """Count the transitions from `start` on that E-GRPO merges into one, so that it reaches the entropy power.
 
-    If none is enough, these are all transitions but the last. Raises InputError if `start` lies outside
-    the grid.
+    If even all transitions but the last do not reach it, all but the last are merged. Raises InputError if `start` lies
+    outside the grid.
     """
     if not 0 <= start < len(sigmas) - 1:
         raise InputError(f"`start` must be 0 to {len(sigmas) - 2}; got {start}")
@@ -173,10 +177,10 @@ def merge_transitions(
     merge: str,  # the setting `merge`: "window", "entropy:POWER" or "rest:SHARE"
     shift: float,  # the setting `shift`
 ) -> tuple[Tensor, Tensor]:  # noise levels and strengths of the shorter grid
-    """Shorten the grid of noise levels as the setting `merge` says.
+    """Shorten the sampling grid according to the setting `merge`.
 
-    "window" merges the window's transitions into one, "entropy" merges transitions from its start on until
-    the entropy power is reached, and "rest" takes fewer steps after the window (`shrink_rest`).
+    "window" merges the transitions of the window into one. "entropy" merges transitions from the start of the window on
+    until one step has the entropy power. "rest" takes fewer steps after the window (`shrink_rest`).
     """
     window = eta.nonzero()[:, 0].tolist()
     kind, _, number = merge.partition(":")
@@ -189,5 +193,5 @@ def merge_transitions(
         length = after - first
     else:
         length = merged_length(sigmas, first, float(number), float(eta[first]))
-    kept = torch.tensor([i for i in range(len(sigmas)) if not first < i < first + length])
-    return sigmas[kept], eta[kept[:-1]]
+    remaining = torch.tensor([i for i in range(len(sigmas)) if not first < i < first + length])
+    return sigmas[remaining], eta[remaining[:-1]]

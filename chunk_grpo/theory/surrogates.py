@@ -18,7 +18,7 @@ from .objective import is_clipped
 from .sampler import Sampler
 
 STATISTICS = ("ratio", "centred", "scaled", "guard")
-# How many numbers follow each kind in the setting `surrogate`
+# Number of values after each kind in the setting `surrogate`, such as 1 in dppo:1e-6
 SURROGATES = {
     "clip": 0,
     "asymmetric": 2,
@@ -33,43 +33,50 @@ STEP_WEIGHTS = ("noise", "interval", "inverse-interval", "flash")
 # %% ../../nbs/00_theory/09_surrogates.ipynb #951778c6
 def mean_shift_divergence(
     mean: Tensor,  # mean of each transition under the current weights, (m, ...)
-    old: Tensor,  # mean of each transition under the sampling weights, (m, ...)
-    std: Tensor,  # standard deviation of each transition, (m,)
+    old_mean: Tensor,  # mean of each transition under the sampling weights, (m, ...)
+    std: Tensor,  # standard deviation of each transition, (m,), the same under both weights
 ) -> Tensor:  # (m,), nats per latent dimension
-    """Compute the KL divergence that the shift of the mean causes, |mean - old|^2 / (2 std^2), averaged over dimensions."""
-    return (mean - old).square().flatten(1).mean(1) / (2 * std**2)
+    """Compute the KL divergence between transitions under the current and the sampling weights.
+
+    Both have the same standard deviation, so it is |mean - old_mean|^2 / (2 std^2), averaged over latent dimensions.
+    """
+    return (mean - old_mean).square().flatten(1).mean(1) / (2 * std**2)
 
 
 def transition_statistic(
     kind: str,  # one of STATISTICS
     log_ratio: Tensor,  # log-ratio of each transition, (m,)
-    shift: Tensor,  # divergence from `mean_shift_divergence`, (m,), with its gradient
+    shift: Tensor,  # KL divergence from `mean_shift_divergence`, (m,), with its gradient
     std: Tensor,  # standard deviation of each transition, (m,)
-) -> Tensor:  # (m,), 0 where nothing changed
-    """Compute the statistic that is averaged over a chunk in place of the log-ratio.
+) -> Tensor:  # (m,), 0 if the policy has not changed
+    """Compute the statistic of each transition that replaces the log-ratio in the mean over a chunk.
 
     Raises InputError if the kind is unknown.
     """
     if kind not in STATISTICS:
         raise InputError(f"`statistic` must be one of {', '.join(STATISTICS)}; got {kind!r}")
-    centred = log_ratio + shift if kind in ("centred", "guard") else log_ratio
-    return std * centred if kind in ("scaled", "guard") else centred
+    statistic = log_ratio
+    if kind in ("centred", "guard"):
+        statistic = statistic + shift
+    if kind in ("scaled", "guard"):
+        statistic = std * statistic
+    return statistic
 
 # %% ../../nbs/00_theory/09_surrogates.ipynb #31ccd504
 def _raw_step_weights(
     name: str,  # one of STEP_WEIGHTS
-    sampler: Sampler,
+    sampler: Sampler,  # sampler of the rollout
     steps: Tensor,  # indices of the trained transitions, (n,) long
 ) -> Tensor:  # (n,) float64
-    """Compute the weight of each trained transition before normalisation."""
+    """Compute the weight of each trained transition, before the division by the mean weight."""
     levels = sampler.sigmas.double()
     t = levels[steps]
     h = -levels.diff()[steps]
     std = replace(sampler, sigmas=levels).coefficients(steps)[2]
     if name in ("noise", "flash") and not bool((std > 0).all()):
         raise InputError(
-            f"`step_weights` must not be {name} where trained transitions are without noise; allowed are "
-            "one, interval, inverse-interval, or sizes of chunks"
+            "`step_weights` must be one, interval, inverse-interval, or chunk sizes if trained transitions have no "
+            f"noise; got {name}"
         )
     s = std / h.sqrt()
     return {
@@ -84,32 +91,34 @@ def step_weights_by_name(
     name: str,  # one of STEP_WEIGHTS
     sampler: Sampler,  # sampler of the rollout
     steps: Tensor,  # indices of the trained transitions, (n,) long
-    # sampler over whose stochastic transitions the weights have mean 1; None: over `steps`
+    # sampler without a window, over whose stochastic transitions the weights have mean 1; None: over `steps`
     whole: Sampler | None = None,
 ) -> Tensor:  # (T,) float32, 0 at transitions that are not trained
-    """Compute the weight of every trained transition.
+    """Compute the weight of every transition in the objective.
 
-    A method that trains a window passes the sampler without a window as `whole`. Normalised over the
-    window alone, a window of one transition would have weight 1 wherever it lies. Raises InputError if the
-    name is unknown, or if the weight needs noise that a trained transition does not have.
+    A method that trains a window passes `whole`, so that a weight does not depend on the window. Otherwise the weights
+    would have mean 1 in the window, and the only transition of a window of width 1 would always have weight 1. Raises
+    InputError if the name is unknown, or if the weight needs noise that a trained transition does not have.
     """
     if name not in STEP_WEIGHTS:
         raise InputError(
-            f"`step_weights` must be one, {', '.join(STEP_WEIGHTS)}, or sizes of chunks; got {name!r}"
+            f"`step_weights` must be one, {', '.join(STEP_WEIGHTS)}, or chunk sizes; got {name!r}"
         )
     raw = _raw_step_weights(name, sampler, steps)
-    reference = raw if whole is None else _raw_step_weights(name, whole, whole.stochastic)
-    return torch.zeros(len(sampler)).index_put((steps,), (raw / reference.mean()).float())
+    normaliser = raw.mean()
+    if whole is not None:
+        normaliser = _raw_step_weights(name, whole, whole.stochastic).mean()
+    return torch.zeros(len(sampler)).index_put((steps,), (raw / normaliser).float())
 
 # %% ../../nbs/00_theory/09_surrogates.ipynb #f28fb9bc
 @dataclass(frozen=True)
 class Surrogate:
-    """A surrogate objective: a function of a chunk sample's statistic and advantage."""
+    """Compute a surrogate objective from the statistic and the advantage of chunk samples; calling it does so."""
 
     kind: str = "clip"  # one of SURROGATES
-    # clip: range; asymmetric: range below 1; dppo: divergence; hinge: margin
+    # clip: clip range; asymmetric: range below 1; dppo: largest divergence; hinge: margin
     first: float = 0.0
-    second: float = 0.0  # asymmetric: range above 1
+    second: float = 0.0  # asymmetric: range above 1; other kinds: 0
 
     @classmethod
     def parse(
@@ -117,7 +126,7 @@ class Surrogate:
         text: str,  # the setting `surrogate`
         clip_range: float,  # the setting `clip_range`, used by the kind `clip`
     ) -> "Surrogate":
-        """Parse the setting `surrogate`, such as dppo:1e-6.
+        """Parse the setting `surrogate`, such as clip or dppo:1e-6.
 
         Raises InputError if the text has another form.
         """
@@ -137,17 +146,15 @@ class Surrogate:
         self,
         statistic: Tensor,  # mean statistic of each chunk sample, (N,)
         advantage: Tensor,  # advantage of each chunk sample, (N,)
-        shift: Tensor | None = None,  # mean divergence of each chunk sample, (N,); needed for dppo
+        # mean KL divergence of each chunk sample from the sampling weights, (N,); only dppo needs it
+        divergence: Tensor | None = None,
     ) -> Tensor:  # (N,), to be maximised
-        """Compute the objective of each chunk sample.
-
-        Its derivative with respect to the statistic is the coefficient of the chunk sample's gradient.
-        """
+        """Compute the objective of each chunk sample, whose derivative with respect to the statistic scales its gradient."""
         ratio = statistic.exp()
         unclipped = ratio * advantage
         if self.kind in ("clip", "asymmetric"):
-            # Not `minimum`: just outside the range both products may round to the same number, which
-            # would leave half of the gradient
+            # `torch.minimum` is not used: just outside the range both products may round to the same number, and half
+            # of the gradient would then remain.
             low = 1 - self.first
             high = 1 + (self.second or self.first)
             at_limit = (ratio.clamp(low, high) * advantage).detach()
@@ -157,11 +164,11 @@ class Surrogate:
                 clipped = (ratio > high) & (advantage > 0) | (ratio < low) & (advantage < 0)
             return torch.where(clipped, at_limit, unclipped)
         if self.kind == "dppo":
-            assert shift is not None
+            assert divergence is not None
             moved_with_advantage = torch.where(
                 advantage > 0, ratio > 1, (ratio < 1) & (advantage < 0)
             )
-            return torch.where(moved_with_advantage & (shift >= self.first), 0.0, unclipped)
+            return torch.where(moved_with_advantage & (divergence >= self.first), 0.0, unclipped)
         if self.kind == "hinge":
             return -(self.first * advantage.abs() - advantage * statistic).clamp(min=0)
         weight = ratio.detach()
