@@ -126,7 +126,7 @@ def gallery_html(
         """Return one image as HTML, without smoothing if it is enlarged."""
         buffer = io.BytesIO()
         Image.fromarray(pixels).save(buffer, "PNG")
-        return _png_html(buffer.getvalue(), alt_text, width, crisp=pixels.shape[0] < width)
+        return _png_html(buffer.getvalue(), alt_text, width, crisp=pixels.shape[1] < width)
 
     html_rows = []
     for label, images in rows:
