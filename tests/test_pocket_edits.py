@@ -133,7 +133,7 @@ def test_rewards_take_images_of_any_form_and_need_records():
         for images in ([image], tensor, tensor.float() / 255):
             scores = score_images(name, reward, images, [record["prompt"]], records=[record])
             assert scores.tolist() == [1.0]
-        with pytest.raises(InputError, match="must have the scene of its image"):
+        with pytest.raises(InputError, match="must describe the scene of its image"):
             score_images(name, reward, [image], [record["prompt"]])
         assert reward([], [], []).shape == (0,)
 
@@ -144,12 +144,12 @@ def test_rewards_take_images_of_any_form_and_need_records():
         ({"prompt": "a red star"}, "must be an edit of the pocket world"),
         ({"prompt": "recolour the red star red"}, "must be an edit of the pocket world"),
         ({"prompt": "remove the green star"}, "there is no green star"),
-        ({"prompt": "move the red star up"}, "no free place"),
+        ({"prompt": "move the red star up"}, "no free cell"),
         ({"prompt": "add a blue ring"}, "there is a blue ring already"),
         ({"prompt": "add a green star"}, "there are 2 objects already"),
-        ({"objects": [{"shape": "star"}]}, "must have the scene of its image"),
-        ({"objects": None}, "must have the scene of its image"),
-        ({"background": 300}, "must have the scene of its image"),
+        ({"objects": [{"shape": "star"}]}, "must describe the scene of its image"),
+        ({"objects": None}, "must describe the scene of its image"),
+        ({"background": 300}, "must describe the scene of its image"),
     ],
 )
 def test_a_record_that_cannot_be_judged_is_rejected_in_one_sentence(change, fault):
