@@ -360,6 +360,9 @@ LOOKED_AT = [
     "findings/weighting.html",
     "api/theory.html",
     "api/core.html",
+    "api/evaluation.html",
+    "api/training.html",
+    "genindex.html",
     "contributing.html",
 ]
 

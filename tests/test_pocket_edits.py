@@ -7,9 +7,16 @@ import numpy as np
 import pytest
 import torch
 from commands import call
-from edit_recipe import encode_pictures, make_edit_lists, split_instructions
+from diffusers import FluxKontextPipeline, FluxPipeline
+from edit_recipe import encode_pictures, make_edit_lists, new_edit_flow, split_instructions
 from PIL import Image
-from pocket_recipe import load_flow, unpack_flow_latents
+from pocket_recipe import (
+    describe_files,
+    encode_in_batches,
+    load_flow,
+    save_flow,
+    unpack_flow_latents,
+)
 
 import chunk_grpo
 from chunk_grpo import InputError, pocket
@@ -126,7 +133,7 @@ def test_rewards_take_images_of_any_form_and_need_records():
         for images in ([image], tensor, tensor.float() / 255):
             scores = score_images(name, reward, images, [record["prompt"]], records=[record])
             assert scores.tolist() == [1.0]
-        with pytest.raises(InputError, match="must have the scene of its image"):
+        with pytest.raises(InputError, match="must describe the scene of its image"):
             score_images(name, reward, [image], [record["prompt"]])
         assert reward([], [], []).shape == (0,)
 
@@ -137,12 +144,12 @@ def test_rewards_take_images_of_any_form_and_need_records():
         ({"prompt": "a red star"}, "must be an edit of the pocket world"),
         ({"prompt": "recolour the red star red"}, "must be an edit of the pocket world"),
         ({"prompt": "remove the green star"}, "there is no green star"),
-        ({"prompt": "move the red star up"}, "no free place"),
+        ({"prompt": "move the red star up"}, "no free cell"),
         ({"prompt": "add a blue ring"}, "there is a blue ring already"),
         ({"prompt": "add a green star"}, "there are 2 objects already"),
-        ({"objects": [{"shape": "star"}]}, "must have the scene of its image"),
-        ({"objects": None}, "must have the scene of its image"),
-        ({"background": 300}, "must have the scene of its image"),
+        ({"objects": [{"shape": "star"}]}, "must describe the scene of its image"),
+        ({"objects": None}, "must describe the scene of its image"),
+        ({"background": 300}, "must describe the scene of its image"),
     ],
 )
 def test_a_record_that_cannot_be_judged_is_rejected_in_one_sentence(change, fault):
@@ -289,3 +296,41 @@ def test_a_short_run_trains_and_is_evaluated_by_both_rewards_and_every_kind(tmp_
     assert summary["n_prompts"] == len(LISTS["validation"])
     for name in ("pocket-edit", "pocket-edit-consistency"):
         assert set(summary["rewards"][name]["categories"]["base"]) == set(edits.EDIT_KINDS)
+
+
+# What both recipes save
+
+
+def test_pictures_are_encoded_in_batches_without_a_change():
+    _, vae = load_flow()
+    pictures = np.stack([np.asarray(render_scene(SCENE))] * 3)
+    latents = encode_in_batches(vae, pictures, batch=2)
+    packed = encode_pictures(vae, pictures)
+    assert latents.shape == (3, 8, 4, 4) and not latents.requires_grad
+    shifted = (latents - vae.config.shift_factor) * vae.config.scaling_factor
+    assert torch.allclose(unpack_flow_latents(packed), shifted, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("make", "pipeline_class"), [(load_flow, FluxPipeline), (new_edit_flow, FluxKontextPipeline)]
+)
+def test_both_bases_are_saved_by_one_function(tmp_path, make, pipeline_class):
+    model, vae = make()
+    save_flow(model, vae, tmp_path, pipeline_class)
+    saved = pipeline_class.from_pretrained(tmp_path)
+    assert type(saved) is pipeline_class and saved.scheduler.config.shift == 3.0
+    for part, loaded in (
+        (model.transformer, saved.transformer),
+        (model.clip, saved.text_encoder),
+        (model.t5, saved.text_encoder_2),
+    ):
+        expected = part.state_dict()
+        assert all(torch.equal(x, expected[name]) for name, x in loaded.state_dict().items())
+
+
+@pytest.mark.parametrize("part", ["bases", "editing"])
+def test_shipped_manifests_describe_their_files(part):
+    folder = POCKET_DIR / part
+    manifest = read_json(folder / "manifest.json")
+    described = describe_files([folder / name for name in manifest["sha256"]], folder)
+    assert described == {key: manifest[key] for key in ("bytes", "sha256")}

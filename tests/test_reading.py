@@ -173,7 +173,7 @@ def test_a_damaged_image_of_a_run_is_one_sentence(tmp_path, harm):
             {"half": whole[: len(whole) // 2], "empty": b"", "text": b"red", "huge": huge}[harm]
         )
     with pytest.raises(
-        InputError, match="the images of a run must be readable; .*00000_0.png is not"
+        InputError, match="the images of a run must be readable; got .*00000_0.png: "
     ):
         figures.plot_image_grid([[file]], ["a red star"], ["base"])
 

@@ -196,7 +196,7 @@ def test_the_command_writes_images_and_a_sheet(lora, tmp_path, monkeypatch):
         (["a star", "--seed", "1.5"], "`--seed`"),
         (["a star", "--steps", "0"], "`eval_steps`"),
         ([], "neither"),
-        (["a star", "--seed", "2,2"], "must all differ"),
+        (["a star", "--seed", "2,2"], "must all be different"),
         (["a star", "--prompts", "list.txt"], "both"),
         ([" "], "none empty"),
         (["a star", "--resolution", "7"], "7"),

@@ -186,6 +186,21 @@ def test_frames_of_weights_that_were_not_trained_are_the_base():
     assert (made.images[0] == made.images[1]).all()
 
 
+def test_frames_that_are_not_square_keep_their_proportions():
+    policy = trainable.load_trainable_policy(
+        "pocket", resolution=(32, 64), max_tokens=pocket.MAX_TOKENS
+    )
+    made = profiles.render_frames(policy, ["a star"], steps=2, sampler="ode", side=32)
+    assert made.images.shape[-3:] == (16, 32, 3)
+
+
+@pytest.mark.parametrize(("height", "width", "crisp"), [(40, 20, True), (20, 40, False)])
+def test_only_images_narrower_than_on_the_page_are_enlarged_without_smoothing(height, width, crisp):
+    image = np.zeros((height, width, 3), np.uint8)
+    page = widgets.gallery_html([("a", [image])], ["base"], 30)
+    assert ("pixelated" in page) == crisp
+
+
 @contextlib.contextmanager
 def start_lab(folder: Path, command):
     """JupyterLab with settings of its own, by a command that takes options; the address without a path."""

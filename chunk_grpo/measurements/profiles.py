@@ -64,10 +64,11 @@ def _decode_path(
     latents: Tensor,  # (T + 1, S, C), one trajectory
     side: int,  # largest width of the images, pixels
 ) -> np.ndarray:  # (T + 1, H, W, 3) uint8
-    """Decode every latent of a trajectory, and shrink images wider than `side` to a square of that side."""
+    """Decode every latent of a trajectory, and shrink images wider than `side` to that width."""
     images = decode_latents(policy, latents)
-    if images.shape[-1] > side:
-        images = F.interpolate(images, size=side, mode="area")
+    height, width = images.shape[-2:]
+    if width > side:
+        images = F.interpolate(images, size=(round(height * side / width), side), mode="area")
     return (images * 255).round().byte().permute(0, 2, 3, 1).numpy()
 
 # %% ../../nbs/11_measurements/00_profiles.ipynb #0dda0931
@@ -79,7 +80,7 @@ def render_frames(
     sampler: str = "flow",  # one of SAMPLER_KINDS; ode: without noise
     eta: float = 0.7,  # noise strength
     seed: int = 0,  # of the noise
-    side: int = 192,  # largest width of the images, pixels; wider ones are shrunk to squares
+    side: int = 192,  # largest width of the images, pixels; wider ones are shrunk to it
 ) -> TrajectoryFrames:
     """Sample a trajectory per prompt with base and with trained weights, from the same noise, and decode both."""
     grid = sigmas(steps, shift)

@@ -54,7 +54,7 @@ EDIT_FILES = {f"edit-{split}": POCKET_DIR / "editing" / f"{split}.jsonl" for spl
 def read_pocket_prompts(
     split: str = "train",  # one of PROMPT_FILES
 ) -> list[str]:
-    """Return the prompts of a shipped list.
+    """Return the prompts of a shipped list, in the order of its file.
 
     Raises InputError for an unknown name.
     """
@@ -69,7 +69,8 @@ def read_pocket_manifest() -> dict:
 
 
 def verify_pocket_files(
-    folder: Path | None = None,  # holds manifest.json and the files that it lists; None: POCKET_DIR
+    folder: Path
+    | None = None,  # contains manifest.json and the files that it lists; None: POCKET_DIR
 ) -> int:  # number of files verified
     """Raise InputError unless every file in the manifest exists and has the recorded hash.
 
@@ -83,6 +84,6 @@ def verify_pocket_files(
         if not file.is_file() or hashlib.sha256(file.read_bytes()).hexdigest() != digest:
             state = "changed" if file.is_file() else "missing"
             raise InputError(
-                f"`{name}` of the pocket model must be as it was shipped; it is {state}"
+                f"`{name}` of the pocket model must have the hash in manifest.json; the file is {state}"
             )
     return len(files)

@@ -40,7 +40,7 @@ def embed_text(
     model: CLIPModel,
     ids: torch.Tensor,  # (B, MAX_TOKENS), token ids from `tokenize_captions`
 ) -> torch.Tensor:  # (B, 64), unit length
-    """Return the normalised embeddings of captions."""
+    """Return the projected embeddings of captions, normalised to unit length."""
     features = model.text_model(input_ids=ids).pooler_output
     return F.normalize(model.text_projection(features), dim=-1)
 
@@ -49,7 +49,7 @@ def embed_image(
     model: CLIPModel,
     images: torch.Tensor,  # (B, 3, 64, 64), in [-1, 1]
 ) -> torch.Tensor:  # (B, 64), unit length
-    """Return the normalised embeddings of images."""
+    """Return the projected embeddings of images, normalised to unit length."""
     features = model.vision_model(pixel_values=images).pooler_output
     return F.normalize(model.visual_projection(features), dim=-1)
 
@@ -61,7 +61,7 @@ class PocketCLIP:
         self,
         folder: Path = POCKET_DIR / "clip",  # holds the model and its tokenizer
     ):
-        """Load the model and its tokenizer."""
+        """Load the model and its tokenizer from a folder of transformers, for inference."""
         self.model = CLIPModel.from_pretrained(folder).eval().requires_grad_(False)
         self.tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
 
@@ -88,7 +88,7 @@ class PocketCLIP:
         """
         if len(images) != len(prompts):
             raise InputError(
-                f"`prompts` must have one entry an image; got {len(prompts)} for {len(images)} images"
+                f"`prompts` must have one entry per image; got {len(prompts)} for {len(images)} images"
             )
         if not len(prompts):
             return torch.zeros(0)

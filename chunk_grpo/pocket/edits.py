@@ -54,7 +54,7 @@ _EDIT_PATTERNS = {
 
 @dataclass(frozen=True)
 class Edit:
-    """The meaning of an instruction: which object it concerns, and what happens to it."""
+    """Describe what an instruction asks for: which object it concerns, and what happens to it."""
 
     kind: str  # one of EDIT_KINDS
     colour: str  # of the object; if it is recoloured, its colour before
@@ -63,7 +63,7 @@ class Edit:
 
     @property
     def instruction(self) -> str:
-        """Return the instruction that `parse_instruction` turns into this edit."""
+        """Return the text of this edit, which `parse_instruction` turns back into it."""
         article = "a" if self.kind == "add" else "the"
         words = [self.kind, article, self.colour, self.shape, self.change]
         return " ".join(word for word in words if word)
@@ -72,7 +72,7 @@ class Edit:
 def parse_instruction(
     instruction: str,  # lower-case words, such as "move the red star left"
 ) -> Edit:
-    """Return the meaning of an instruction.
+    """Return the edit that an instruction asks for.
 
     Raises InputError for a text that matches no pattern, or recolours an object with its own colour.
     """
@@ -96,7 +96,7 @@ def _find_object(
 
 
 def free_cells(scene: Scene) -> list[tuple[float, float]]:  # centres, pixels
-    """Return the grid cells where another object would keep clear of the objects of a scene."""
+    """Return the centres of the grid cells where an added object would touch no object of the scene."""
     return [
         centre
         for centre in product(_CELL_CENTRES, _CELL_CENTRES)
@@ -104,7 +104,7 @@ def free_cells(scene: Scene) -> list[tuple[float, float]]:  # centres, pixels
     ]
 
 
-def _why_impossible(
+def _reason_impossible(
     scene: Scene,  # before the edit
     edit: Edit,
 ) -> str:
@@ -127,7 +127,7 @@ def _why_impossible(
         dx, dy = DIRECTIONS[edit.change]
         others = replace(scene, things=tuple(t for t in scene.things if t != thing))
         if (thing.x + dx, thing.y + dy) not in free_cells(others):
-            return f"no free place lies there: {edit.change}"
+            return f"there is no free cell in this direction: {edit.change}"
     return ""
 
 
@@ -140,8 +140,10 @@ def apply_edit(
 
     Raises InputError if the edit is impossible.
     """
-    if reason := _why_impossible(scene, edit):
-        raise InputError(f"`prompt` must be possible for its image; {edit.instruction!r}: {reason}")
+    if reason := _reason_impossible(scene, edit):
+        raise InputError(
+            f"`prompt` must be possible for its image; got {edit.instruction!r}: {reason}"
+        )
     if edit.kind == "add":
         x, y = centre or free_cells(scene)[0]
         added = SceneObject(edit.shape, edit.colour, x, y, _GRID_RADIUS)
@@ -153,8 +155,8 @@ def apply_edit(
     elif edit.kind == "move":
         dx, dy = DIRECTIONS[edit.change]
         changed = [replace(thing, x=thing.x + dx, y=thing.y + dy)]
-    kept = [t for t in scene.things if t != thing]
-    return replace(scene, things=(*kept, *changed))
+    unchanged = [t for t in scene.things if t != thing]
+    return replace(scene, things=(*unchanged, *changed))
 
 
 def possible_edits(scene: Scene) -> list[Edit]:
@@ -165,7 +167,7 @@ def possible_edits(scene: Scene) -> list[Edit]:
         edits += [Edit("recolour", colour, shape, new) for new in POCKET_COLOURS if new != colour]
         edits += [Edit("move", colour, shape, direction) for direction in DIRECTIONS]
         edits.append(Edit("remove", colour, shape))
-    return [edit for edit in edits if not _why_impossible(scene, edit)]
+    return [edit for edit in edits if not _reason_impossible(scene, edit)]
 
 
 def sample_edit_scene(
@@ -216,11 +218,12 @@ def read_edit_record(
         is_known = is_placed = False
     if not (is_known and is_placed and 0 <= grey <= 255):
         raise InputError(
-            "the record must have the scene of its image, as those of pocket:edit-train do: `objects`, each with shape, "
-            f"colour, x, y and radius, and `background`, a grey of 0 to 255; got fields {', '.join(record)}"
+            "the record must describe the scene of its image, as those of pocket:edit-train do: `objects`, each with "
+            "shape, colour, x, y and radius, and `background`, a grey from 0 to 255; got the fields "
+            f"{', '.join(record)}"
         )
     scene = Scene("", things, (grey, grey))
-    if reason := _why_impossible(scene, edit):
+    if reason := _reason_impossible(scene, edit):
         raise InputError(f"the record must have an edit that is possible for its image; {reason}")
     return scene, edit
 
@@ -243,39 +246,42 @@ _MAX_RADIUS_CHANGE = 3.0  # pixels
 
 
 def _is_same_object(
-    found: SceneObject | None,  # in the image; None: a patch that matches no shape
-    wanted: SceneObject,  # in the scene
+    detected: SceneObject | None,  # in the image; None: a patch that matches no shape
+    expected: SceneObject,  # in the scene
 ) -> bool:
-    """Return True if a detected object is the wanted one, up to a small error in position and size."""
-    if found is None or (found.shape, found.colour) != (wanted.shape, wanted.colour):
+    """Return True if a detected object is the expected one, up to a small error in position and size."""
+    if detected is None:
         return False
-    shift = max(abs(found.x - wanted.x), abs(found.y - wanted.y))
-    return shift <= _MAX_SHIFT and abs(found.radius - wanted.radius) <= _MAX_RADIUS_CHANGE
+    if (detected.shape, detected.colour) != (expected.shape, expected.colour):
+        return False
+    shift = max(abs(detected.x - expected.x), abs(detected.y - expected.y))
+    return shift <= _MAX_SHIFT and abs(detected.radius - expected.radius) <= _MAX_RADIUS_CHANGE
 
 
 def matches_edit(
     scene: Scene,  # before the edit
     edit: Edit,
-    things: Sequence[SceneObject | None],  # detected objects; None: a patch that matches no shape
+    things: Sequence[
+        SceneObject | None
+    ],  # objects in the image; None: a patch that matches no shape
 ) -> bool:
     """Return True if an image shows exactly the scene after the edit, no more and no less.
 
-    An added object may be anywhere.
+    An added object may be anywhere, as long as it touches no other.
     """
     remaining = list(things)
     is_addition = edit.kind == "add"
-    wanted_objects = scene.things if is_addition else apply_edit(scene, edit).things
-    for wanted in wanted_objects:
-        match = next((found for found in remaining if _is_same_object(found, wanted)), None)
+    expected_objects = scene.things if is_addition else apply_edit(scene, edit).things
+    for expected in expected_objects:
+        match = next((thing for thing in remaining if _is_same_object(thing, expected)), None)
         if match is None:
             return False
         remaining.remove(match)
     if not is_addition:
         return not remaining
-    return len(remaining) == 1 and (
-        remaining[0] is not None
-        and (remaining[0].colour, remaining[0].shape) == (edit.colour, edit.shape)
-    )
+    if len(remaining) != 1 or remaining[0] is None:
+        return False
+    return (remaining[0].colour, remaining[0].shape) == (edit.colour, edit.shape)
 
 
 def _image_arrays(
@@ -326,19 +332,19 @@ class PocketEdit:
         read_edit_record(record)
 
     def category(self, prompt: str) -> str:  # one of EDIT_KINDS
-        """Return the kind of edit that an instruction names."""
+        """Return the kind of edit that an instruction asks for."""
         return parse_instruction(prompt).kind
 
 # %% ../../nbs/01_pocket/07_edits.ipynb #accd5a4c
 _MAX_CHANGE = 32  # of 255; a pixel is unchanged if none of its channels differs by more
-_MARGIN = 2.0  # around an object that belongs to its box because edges are soft, pixels
+_MARGIN = 2.0  # added to each side of an object's box because edges are soft, pixels
 
 
 def untouched_region(
     scene: Scene,  # before the edit
     edit: Edit,
 ) -> np.ndarray:  # (64, 64), bool
-    """Return a mask of the pixels that an edit must leave alone.
+    """Return a mask that is True where an edit must leave the pixels unchanged.
 
     These are all pixels outside the box of the edited object. An added object may be anywhere, so
     for an addition they are those inside the boxes of the objects that were there before.

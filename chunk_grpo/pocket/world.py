@@ -71,7 +71,7 @@ _PREFIX = re.compile(f"({'|'.join(filter(None, CAPTION_PREFIXES))}){{0,2}}")
 # %% ../../nbs/01_pocket/01_world.ipynb #86a60337
 @dataclass(frozen=True)
 class CaptionSpec:
-    """The meaning of a caption: its objects, their relation, and its GenEval category."""
+    """Describe what a caption requires: its objects, their relation, and its GenEval category."""
 
     category: str  # one of POCKET_CATEGORIES
     objects: tuple[
@@ -81,9 +81,9 @@ class CaptionSpec:
 
 
 def parse_caption(
-    caption: str,  # lower-case words of the grammar
+    caption: str,  # in lower case, such as "a photo of two stars"
 ) -> CaptionSpec:
-    """Return the meaning of a caption.
+    """Return what a caption requires of an image.
 
     Raises InputError if the caption does not follow the grammar or has more than PROMPT_WORDS words.
     """
@@ -115,7 +115,7 @@ def parse_caption(
 # %% ../../nbs/01_pocket/01_world.ipynb #db304bab
 @dataclass(frozen=True)
 class SceneObject:
-    """A coloured shape at a position in a picture."""
+    """Describe a coloured shape at a position in a picture."""
 
     shape: str  # one of SHAPES
     colour: str  # one of POCKET_COLOURS
@@ -126,10 +126,10 @@ class SceneObject:
 
 @dataclass(frozen=True)
 class Scene:
-    """The description of a picture: its objects and its background."""
+    """Describe a picture before it is painted: its objects and its background."""
 
     caption: str  # true of the scene as sampled; may be empty
-    things: tuple[SceneObject, ...]
+    things: tuple[SceneObject, ...]  # its objects
     background: tuple[int, int] = (228, 228)  # grey at top and bottom, 0 to 255
 
 
@@ -171,10 +171,10 @@ def _polygon_corners(
 
 def render_scene(
     scene: Scene,
-    size: int = IMAGE_SIZE,  # pixels, both sides
+    size: int = IMAGE_SIZE,  # side of the picture, pixels
     oversampling: int = 4,  # the picture is painted this many times larger, then averaged
 ) -> Image.Image:  # RGB
-    """Paint a scene with smooth edges."""
+    """Return the picture of a scene, painted with smooth edges."""
     scale = size / IMAGE_SIZE * oversampling
     ramp = np.linspace(*scene.background, size * oversampling).round().astype(np.uint8)
     image = Image.fromarray(np.broadcast_to(ramp[:, None, None], (ramp.size, ramp.size, 3)).copy())
@@ -198,8 +198,11 @@ def spatial_relations(
     a: SceneObject,  # the object that a caption names first
     b: SceneObject,  # the object that it names second
     margin: float = 0.1,  # share of the summed widths by which the offset is shrunk
-) -> set[str]:  # of RELATIONS
-    """Return the relations in which `a` stands to `b`, by GenEval's rule on the offset of their centres."""
+) -> set[str]:  # a subset of RELATIONS
+    """Return which of RELATIONS hold between `a` and `b`: "left of" means that `a` is left of `b`.
+
+    The rule is GenEval's; it depends on the offset of their centres. On a diagonal two relations hold.
+    """
     offset = np.array([a.x - b.x, a.y - b.y])
     shrunk = np.sign(offset) * np.maximum(np.abs(offset) - margin * 2 * (a.radius + b.radius), 0)
     dx, dy = shrunk / max(np.linalg.norm(offset), 1e-6)
@@ -208,8 +211,10 @@ def spatial_relations(
 
 
 def matches_caption(
-    spec: CaptionSpec,  # the meaning of the caption
-    things: Sequence[SceneObject | None],  # detected objects; None: a patch that matches no shape
+    spec: CaptionSpec,  # as returned by `parse_caption`
+    things: Sequence[
+        SceneObject | None
+    ],  # objects in the image; None: a patch that matches no shape
 ) -> bool:
     """Return True if the image shows exactly what the caption describes, no more and no less."""
     if len(things) != len(spec.objects) or None in things:
@@ -270,7 +275,7 @@ def _sample_layout(
 def sample_scene(
     caption: str,  # that `parse_caption` accepts
     rng: np.random.Generator,
-    free: bool = False,  # True: any position and size, background with a ramp; False: on the grid
+    free: bool = False,  # True: any position and size, and a background gradient; False: on the grid
 ) -> Scene:
     """Sample a scene for which the caption is true.
 

@@ -31,7 +31,7 @@ def _copy_pipeline(
     base: Path,  # folder of the base model
     folder: Path,  # existing folder to copy into
 ) -> None:
-    """Copy a diffusers pipeline without its transformer."""
+    """Copy the files of a diffusers pipeline except those of its transformer."""
     shutil.copyfile(base / "model_index.json", folder / "model_index.json")
     for name, classes in inputs.read_model_json(base, "model_index.json").items():
         # The index also lists options, and modules that this pipeline does not have.
@@ -49,7 +49,7 @@ def _export_adapter(
     base: Path,  # the model's folder
     family: str,  # the setting `family`
 ) -> None:
-    """Write a run's adapter in the given layout, and the adapter that it started from, if there was one."""
+    """Write a run's adapter in the given layout, and also the adapter that training started from, if there was one."""
     pipeline, network = adapters.read_network(base, family)
     trained = adapters.read_adapter(str(weights), pipeline, network)
     adapters.write_adapter(trained, folder, layout)
@@ -68,11 +68,11 @@ def _export_adapter(
 def export_run(
     run: Path | str,  # a run's folder, finished or with a checkpoint
     folder: Path | str,  # a new folder
-    trust: bool = False,  # load and copy what a run from another machine names, and quote its prompts
-    # layout of an adapter: diffusers, peft, or kohya, which ComfyUI reads too
+    trust: bool = False,  # load and copy the models that a run from another machine names, and quote its prompts
+    # layout of the adapter; ComfyUI reads kohya too
     layout: Literal["diffusers", "peft", "kohya"] = "diffusers",
-) -> Path:  # the folder
-    """Export a run's newest weights, with a model card that says how to sample with diffusers.
+) -> Path:  # `folder`, as an absolute path
+    """Export a run's newest weights, with a model card that explains how to sample with diffusers.
 
     An adapter is written with a scale of 1, so that every program that reads it computes the same. If all weights
     were trained, the folder is a whole pipeline. Raises InputError for bad input.
@@ -91,7 +91,7 @@ def export_run(
     if not (copies_known_files or trust or run_folder.is_own_run(run)):
         raise InputError(
             f"the run {run} was not made on this machine, and exporting it would copy the model "
-            f"{settings.model!r}; inspect it, then add --trust"
+            f"{settings.model!r}; inspect that model, then add --trust"
         )
     run_folder.check_trust(run, trust, doing="exporting", rewards_too=False)
     weights = run_images.find_newest_weights(run)
@@ -108,7 +108,7 @@ def export_run(
     base = inputs.locate_model(settings.model)
     with atomic_write(out) as temporary:
         temporary.mkdir()
-        weights_folder = temporary / "transformer"  # of an adapter until it is converted
+        weights_folder = temporary / "transformer"  # an adapter stays here until it is converted
         if not settings.lora_rank:
             _copy_pipeline(base, temporary)
         if weights.name == "final":
@@ -140,9 +140,9 @@ def export_run(
 def check_hub_login(
     repo_id: str,  # NAME/REPOSITORY
 ) -> None:
-    """Raise InputError unless you are logged in at the hub and a repository may have this name.
+    """Raise InputError unless the name is valid for a repository and you are logged in at the hub.
 
-    Also raises InputError if HF_HUB_OFFLINE is set.
+    Also raises InputError if HF_HUB_OFFLINE is set. Connects to the hub.
     """
     from huggingface_hub import HfApi, constants
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError

@@ -88,8 +88,8 @@ _STYLE = {
 }
 
 
-def method_colour(method: str) -> str:  # method: its name; unknown names get a colour too
-    """Return the colour of a method, which is the same in every figure."""
+def method_colour(method: str) -> str:  # method: name of a method; unknown names get a colour too
+    """Return the hexadecimal colour of a method, which depends only on its name."""
     name_hash = zlib.crc32(method.encode())  # the same in every process, unlike `hash`
     return METHOD_COLOURS.get(method) or FURTHER_COLOURS[name_hash % len(FURTHER_COLOURS)]
 
@@ -100,21 +100,21 @@ def create_subplots(
     size: tuple[float, float] = (7.0, 3.2),  # width and height, inches
     **options,  # passed on to matplotlib's `subplots`
 ) -> tuple[Figure, np.ndarray]:  # the figure, and its panels as an array (rows, columns)
-    """Create a figure with empty panels, outside of pyplot."""
+    """Create a figure with empty panels that pyplot does not keep open."""
     figure = Figure(figsize=size, layout="constrained")
     FigureCanvasAgg(figure)
     return figure, figure.subplots(rows, columns, squeeze=False, **options)
 
 
 def with_house_style(draw: Callable) -> Callable:  # draw: a function that returns a figure, or None
-    """Decorate a drawing function so that its figure has the house style and shows dollar signs literally."""
+    """Decorate a function that returns a figure, so that the figure has the house style and shows dollar signs literally."""
 
     @functools.wraps(draw)
     def draw_in_style(*arguments, **options):
-        """Draw the figure in the house style, and turn off formulas in its texts."""
+        """Draw the figure in the house style, and turn off mathematical notation in its texts."""
         with mpl.rc_context(_STYLE):
             figure = draw(*arguments, **options)
-        # The tick labels of a logarithmic axis are formulas too, but matplotlib writes them later.
+        # matplotlib writes the tick labels of a logarithmic axis later, so they remain formulas.
         for text in figure.findobj(Text) if figure else ():
             if "$" in text.get_text():
                 text.set_parse_math(False)
@@ -125,7 +125,7 @@ def with_house_style(draw: Callable) -> Callable:  # draw: a function that retur
 
 def shorten_name(
     name: str,  # of a reward, a run or a setting
-    longest: int = 44,  # largest number of characters
+    longest: int = 44,  # names of up to this many characters stay as they are
 ) -> str:
     """Return the name, with its middle cut out if it is longer than `longest`."""
     half = longest // 2 - 2
@@ -144,7 +144,7 @@ def figure_to_png(
 
 def display_figure(
     figure: Figure,  # any figure of matplotlib
-    caption: str,  # one or two sentences
+    caption: str,  # one or two sentences; also the alternative text
     dpi: int = 160,  # pixels per inch
 ) -> None:
     """Display a figure with its caption below, at 100 page pixels per inch."""
@@ -162,7 +162,7 @@ def metric_series(
 
 
 def draw_mean(
-    axis: Axes,  # a panel
+    axis: Axes,  # panel to draw in
     metrics: pd.DataFrame,  # a row per iteration
     name: str,  # a column of the metrics
     error: str,  # column of its standard error; "" or a missing column: no band
@@ -186,7 +186,7 @@ def draw_mean(
 
 
 def draw_held_out(
-    axis: Axes,  # a panel
+    axis: Axes,  # panel to draw in
     metrics: pd.DataFrame,  # a row per iteration
     reward: str,  # name of a reward that was scored on held-out prompts
     colour: str,  # colour of the trained weights
@@ -227,13 +227,13 @@ def draw_held_out(
 # %% ../../nbs/12_reporting/00_figures.ipynb #d9d886ed
 @with_house_style
 def plot_profile(
-    measured: Mapping,  # keyed by mean, std, (T,) each, kind, and chunks such as "2,3,4,7", or ""
+    profile: Mapping,  # keys: mean and std, (T,) each; kind of distance; chunks such as "2,3,4,7", or ""
 ) -> Figure:
-    """Draw the mean and spread of each transition's relative distance, with the chunks as shaded blocks."""
+    """Draw each transition's mean relative distance with its standard deviation, and the chunks as shaded blocks."""
     figure, ((axis,),) = create_subplots(size=(7.0, 3.0))
-    mean = np.asarray(measured["mean"])
-    std = np.asarray(measured["std"])
-    sizes = [int(s) for s in str(measured.get("chunks") or "").split(",") if s]
+    mean = np.asarray(profile["mean"])
+    std = np.asarray(profile["std"])
+    sizes = [int(size) for size in str(profile.get("chunks") or "").split(",") if size]
     edges = np.concatenate([[0], np.cumsum(sizes)]) - 0.5
     for k, (start, end) in enumerate(itertools.pairwise(edges)):
         axis.axvspan(start, end, color="#D55E00", alpha=0.13 if k % 2 == 0 else 0.05, linewidth=0)
@@ -254,19 +254,19 @@ def plot_profile(
     axis.plot(steps, mean, color="black", marker="o", markersize=3.5)
     axis.set(
         xlabel="transition, from noise to image",
-        ylabel=f"relative {measured.get('kind', 'l1')} distance",
+        ylabel=f"relative {profile.get('kind', 'l1')} distance",
         xlim=(-0.5, len(mean) - 0.5),
         ylim=(0, 1.15 * float((mean + std).max())),
     )
     return figure
 
 # %% ../../nbs/12_reporting/00_figures.ipynb #a70c1398
-# Dimensions of an image grid in inches: an image's side, the prompt column, gaps, and lines of text.
+# Dimensions of an image grid in inches: the side of an image's cell, the prompt column, gaps, and lines of text.
 _INCHES = {
     "side": 0.95,
     "text": 1.45,
     "gap": 0.06,
-    "below": 0.2,
+    "caption": 0.2,
     "head": 0.28,
     "line": 0.14,
     "between": 0.3,
@@ -274,12 +274,12 @@ _INCHES = {
 
 
 def read_image(file: Path) -> PIL.Image.Image:
-    """Read an image of a run into memory; raise InputError if it is missing, damaged or far too large."""
+    """Read an image of a run as RGB; raise InputError if it is missing, damaged or far too large."""
     try:
         with PIL.Image.open(file) as image:
             return image.convert("RGB")
     except (OSError, SyntaxError, ValueError, PIL.Image.DecompressionBombError) as error:
-        raise InputError(f"the images of a run must be readable; {file} is not ({error})") from None
+        raise InputError(f"the images of a run must be readable; got {file}: {error}") from None
 
 
 @functools.cache
@@ -291,26 +291,26 @@ def _font_code_points(font_file: str) -> frozenset[int]:
 def choose_fonts(
     text: str,  # such as a prompt
 ) -> tuple[str, list[str]]:  # the text to draw, and the fonts to draw it with
-    """Choose fonts for a text: the figures' usual one, and another for letters that it lacks, such as Chinese ones.
+    """Choose fonts for a text: the figures' usual font, and a second one for letters that it lacks, such as Chinese ones.
 
     If no installed font has these letters, each is replaced by its Unicode code point, since matplotlib would draw
     an empty box.
     """
-    usual = mpl.rcParams["font.family"]
+    usual_fonts = mpl.rcParams["font.family"]
     usual_code_points = _font_code_points(
-        font_manager.findfont(font_manager.FontProperties(family=usual))
+        font_manager.findfont(font_manager.FontProperties(family=usual_fonts))
     )
     missing = {
         letter for letter in text if ord(letter) not in usual_code_points and not letter.isspace()
     }
     if not missing:
-        return text, usual
+        return text, usual_fonts
     missing_codes = {ord(letter) for letter in missing}
     for font in sorted(font_manager.fontManager.ttflist, key=lambda font: font.name):
         if "Last Resort" not in font.name and missing_codes <= _font_code_points(font.fname):
-            return text, [*usual, font.name]
+            return text, [*usual_fonts, font.name]
     escaped = [f"\\u{{{ord(letter):x}}}" if letter in missing else letter for letter in text]
-    return "".join(escaped), usual
+    return "".join(escaped), usual_fonts
 
 
 @with_house_style
@@ -318,7 +318,7 @@ def plot_image_grid(
     images: Sequence[Sequence[PIL.Image.Image | Path]],  # (prompts, columns), images or their files
     prompts: Sequence[str],  # one per row
     columns: Sequence[str],  # a heading per column, such as the name of an arm
-    below: Sequence[Sequence[str]] | None = None,  # a short text per image, drawn under it
+    captions: Sequence[Sequence[str]] | None = None,  # a short text per image, drawn below it
     blocks: int = 1,  # number of blocks, side by side, into which the rows are split
 ) -> Figure:
     """Draw a grid of images with a row per prompt and a column per arm."""
@@ -326,7 +326,7 @@ def plot_image_grid(
     inches = _INCHES
     side = inches["side"]
     block_rows = -(-len(prompts) // blocks)  # rounded up
-    row_height = side + (inches["below"] if below else inches["gap"])
+    row_height = side + (inches["caption"] if captions else inches["gap"])
     block_width = inches["text"] + len(columns) * (side + inches["gap"])
     extra_lines = max((name.count("\n") for name in columns), default=0)
     head = inches["head"] + inches["line"] * extra_lines
@@ -358,7 +358,7 @@ def plot_image_grid(
             axis.imshow(image, interpolation="nearest" if image.width <= 128 else "antialiased")
             axis.set(xticks=[], yticks=[])
             axis.spines[:].set_visible(False)
-            axis.set_xlabel(below[r][c] if below else "", fontsize=7.5, labelpad=2)
+            axis.set_xlabel(captions[r][c] if captions else "", fontsize=7.5, labelpad=2)
             if r % block_rows == 0:
                 axis.set_title(columns[c], fontsize=8.5, loc="center")
     return figure
@@ -380,7 +380,7 @@ def _choose_evenly_spaced_rows(
 
 def plot_before_after(
     scores: pd.DataFrame,  # a row per image: arm, prompt_index, image_index, prompt, file, scores
-    folder: Path,  # that contains the files
+    folder: Path,  # contains the image files
     name: str,  # reward whose scores are shown below the images
     count: int = 6,  # prompts shown, one per row
 ) -> Figure:
@@ -388,7 +388,7 @@ def plot_before_after(
     arms, rows = _choose_evenly_spaced_rows(scores, count)
     images = [[file_of_run(folder, cell.file) for cell in row] for row in rows]
     columns = [ARM_LABELS[arm] for arm in arms]
-    below = [[f"{cell.scores[name]:.2f}" for cell in row] for row in rows]
+    captions = [[f"{cell.scores[name]:.2f}" for cell in row] for row in rows]
     # For a model that edits images, the source images come first.
     if "source" in scores:
         columns = ["source", *columns]
@@ -396,30 +396,32 @@ def plot_before_after(
             [file_of_run(folder, row[0].source), *files]
             for row, files in zip(rows, images, strict=True)
         ]
-        below = [["", *texts] for texts in below]
+        captions = [["", *texts] for texts in captions]
     two_blocks = len(rows) > 3 and len(columns) < 4
     return plot_image_grid(
         images=images,
         prompts=[row[0].prompt for row in rows],
         columns=columns,
-        below=below,
+        captions=captions,
         blocks=2 if two_blocks else 1,
     )
 
 
 def checker_notes(
     scores: pd.DataFrame,  # as for `plot_before_after`
-    folder: Path,  # that contains the image files
-    count: int = 6,  # rows, as in the figure
+    folder: Path,  # contains the image files
+    count: int = 6,  # prompts, as in the figure
 ) -> list[str]:  # one per rejected image of the figure; empty if the checker gave no scores
-    """State what the pocket world's checker detects in the images that it rejects."""
+    """Return a sentence per rejected image that states what the pocket world's checker detects in it."""
     notes = []
     _, rows = _choose_evenly_spaced_rows(scores, count)
     for cell in itertools.chain.from_iterable(rows):
         if cell.scores.get("pocket-geneval") == 0:
             image = read_image(file_of_run(folder, cell.file))
-            (seen,) = detect_shapes(images_to_numpy([image]))
-            notes.append(f"{cell.prompt}, {ARM_LABELS[cell.arm]}: it sees {describe_objects(seen)}")
+            (objects,) = detect_shapes(images_to_numpy([image]))
+            notes.append(
+                f"{cell.prompt}, {ARM_LABELS[cell.arm]}: it sees {describe_objects(objects)}"
+            )
     return notes
 
 # %% ../../nbs/12_reporting/00_figures.ipynb #5ffdbcf3
@@ -505,7 +507,7 @@ def plot_categories(
 def plot_progress(
     lines: Sequence[Mapping],  # of the metrics, one per iteration so far
     settings: Settings,  # the run's settings
-    name: str | None = None,  # reward whose held-out scores are drawn; None: no such scores
+    name: str | None = None,  # reward whose held-out scores are drawn; None: draw none
 ) -> Figure:
     """Draw the progress of a run so far, with the remaining time in the title."""
     figure, (axes,) = create_subplots(2, size=(8.4, 2.9), gridspec_kw={"width_ratios": [2, 1]})
@@ -554,12 +556,12 @@ def plot_progress(
 
 # %% ../../nbs/12_reporting/00_figures.ipynb #8a7f97e7
 class LiveFigure:
-    """Draw a run's progress in one figure, redrawn in place; call it with every new line of metrics."""
+    """Show a run's progress in one figure that is redrawn in place; call it with every new line of metrics."""
 
     def __init__(
         self,
         settings: Settings,  # the run's settings
-        interval: float = 2.0,  # least seconds between two drawings
+        interval: float = 2.0,  # minimum seconds between two drawings
     ):
         """Prepare the figure, with the first training reward that is also scored on held-out prompts."""
         self.settings = settings
@@ -568,7 +570,7 @@ class LiveFigure:
             (name for name in reward_weights(settings) if name in settings.eval_rewards), None
         )
         self.lines = []  # of the metrics
-        self.drawn = -math.inf  # time of the last drawing, s
+        self.last_drawn = -math.inf  # time of the last drawing, s
         self.handle = None  # of the displayed figure
 
     def __call__(
@@ -582,7 +584,7 @@ class LiveFigure:
         self.lines = earlier + [dict(line)]
         if (
             line["iteration"] >= self.settings.iterations
-            or time.monotonic() - self.drawn >= self.interval
+            or time.monotonic() - self.last_drawn >= self.interval
         ):
             self.draw()
 
@@ -594,7 +596,7 @@ class LiveFigure:
             self.handle = display(image, display_id=True)
         else:
             self.handle.update(image)
-        self.drawn = time.monotonic()
+        self.last_drawn = time.monotonic()
 
 
 def watch_run(

@@ -40,7 +40,7 @@ from ..runs.run_folder import read_metrics_lines, read_run_settings
 _REPORTS = Path(chunk_grpo.__file__).parent / "reports"
 
 
-def list_reports() -> list[str]:  # such as "train"
+def list_reports() -> list[str]:  # such as ["compare", "train"]
     """Return the names of the shipped report notebooks."""
     return sorted(file.stem for file in _REPORTS.glob("*.ipynb"))
 
@@ -92,7 +92,7 @@ _COLLECTIONS_OF_TEXTS = (
 
 def _check_parameter_name(
     key: str,  # name of a parameter
-    known: Collection[str],  # the report's parameters
+    known: Collection[str],  # names of the report's parameters
     name: str | Path,  # name or file of the report
 ) -> None:
     """Raise InputError unless the report has a parameter of this name."""
@@ -105,7 +105,7 @@ def _check_parameter_name(
 def _check_parameter_type(
     key: str,  # name of a parameter
     value: Any,
-    kind: str,  # the type that the notebook declares
+    kind: str,  # the type that the notebook declares, a key of _PARAMETER_TYPES
     name: str | Path,  # name or file of the report
 ) -> None:
     """Raise InputError unless the value has the type that the notebook declares for its parameter."""
@@ -127,7 +127,7 @@ def _check_parameters(
     name: str | Path,  # name or file of the report
     values: dict,  # parameter -> value
 ) -> None:
-    """Raise InputError unless every parameter is one of the report's and has the right type."""
+    """Raise InputError unless the report has all these parameters, and each value has the right type."""
     known = report_parameters(name)
     for key, value in values.items():
         _check_parameter_name(key, known, name)
@@ -135,14 +135,14 @@ def _check_parameters(
 
 # %% ../../nbs/12_reporting/02_reports.ipynb #81bdb42b
 def _split_overrides(text: str) -> list[str]:
-    """Split a string of overrides, such as `a=1 b=/my models/c`, at the blanks before each name."""
+    """Split a string of overrides, such as `a=1 b=/my models/c`, at the spaces before each name."""
     if not text.strip():
         return []
     return re.split(r"\s+(?=[A-Za-z_][\w.]*=)", text.strip())
 
 
 def _split_commas(text: str) -> list[str]:
-    """Split a text at its commas, and drop surrounding blanks and empty parts."""
+    """Split a text at its commas, and drop surrounding spaces and empty parts."""
     return [part.strip() for part in text.split(",") if part.strip()]
 
 
@@ -206,12 +206,12 @@ def check_report_parameters(
             _check_parameter_type(key, value, kind, name)
         except InputError as error:
             option = {"str": "-r", "list": "-y", "dict": "-y"}.get(kind)
-            hint = f" (papermill's {option} hands it over as it is)" if option else ""
+            hint = f" (papermill's {option} passes a value unchanged)" if option else ""
             raise InputError(f"{error}{hint}") from None
 
 # %% ../../nbs/12_reporting/02_reports.ipynb #6f22de57
 def _own_kernel_manager() -> type:
-    """Return a kernel manager class that starts this interpreter, whatever kernel Jupyter knows as python3."""
+    """Return a kernel manager class that always starts this interpreter, even if Jupyter has another kernel named python3."""
     from ipykernel.kernelspec import get_kernel_dict  # these here, since they take a second
     from jupyter_client.kernelspec import KernelSpec, KernelSpecManager
     from jupyter_client.manager import AsyncKernelManager
@@ -237,11 +237,12 @@ def execute_report(
     name: str | Path,  # name of a shipped report, or a notebook file
     out: str | Path,  # file for the executed notebook
     /,
-    **values,  # parameters of the report
+    **values,  # parameters of the report by name
 ) -> Path:  # the executed notebook
     """Run a report notebook and save it with its outputs.
 
-    Raises InputError for bad parameters or bad input, and RuntimeError if a cell fails.
+    Raises InputError for bad parameters, or if a cell raises InputError; nothing is saved then. Raises RuntimeError
+    if a cell fails in another way; the notebook is saved up to that cell.
     """
     import papermill  # here, since it takes a second
     from papermill.exceptions import PapermillExecutionError
@@ -308,7 +309,10 @@ def notebook_to_html(
     source: str | Path,  # an executed notebook
     out: str | Path,  # file for the page
 ) -> Path:  # the page
-    """Render a notebook as one HTML file without code, scripts or anything to fetch."""
+    """Render a notebook as one HTML file that contains no code and no scripts, and loads nothing.
+
+    Raises InputError if `source` is not a file.
+    """
     import nbformat  # these here, since they take a second
     from nbconvert import HTMLExporter
     from traitlets.config import Config
@@ -367,9 +371,12 @@ def write_report(
 @checked(run=path())
 def write_run_report(
     run: str | Path,  # a run's folder
-    name: str = "train",  # the report: "train" or "evaluate"
+    name: str = "train",  # "train": of the training; "evaluate": of the evaluation
 ) -> Path:  # the page
-    """Write the report of a run: report.ipynb and report.html in its folder, or under evaluation/ for an evaluation."""
+    """Write report.ipynb and report.html into a run's folder, or into its folder evaluation/ for an evaluation.
+
+    Raises InputError for another report, or if an evaluation is to be reported and there is none.
+    """
     run = find_run(run).resolve()
     # Called for its warning about settings of another version, since the kernel's warnings are not shown.
     read_run_settings(run)
@@ -381,7 +388,7 @@ def write_run_report(
             )
         return write_report(name, file_of_run(run, "evaluation/report.html"), run=str(run))
     if name != "train":
-        raise InputError(f"the report of a run must be train or evaluate; got {name!r}")
+        raise InputError(f"`name` must be train or evaluate, the reports of a run; got {name!r}")
     for file in ("report.ipynb", "report.html"):
         remove_abandoned(run, file)
     return write_report(name, run / "report.html", settings="", out=str(run), train=False)
@@ -389,7 +396,9 @@ def write_run_report(
 # %% ../../nbs/12_reporting/02_reports.ipynb #0d6c9c4d
 def group_runs(
     runs: Sequence[Settings],  # settings of each run
-) -> list[tuple[str, str, str]]:  # per run: group, its letter, a label such as A2
+) -> list[
+    tuple[str, str, str]
+]:  # per run: name of its group, the group's letter, a label such as A2
     """Group runs whose settings differ only in the seed, or in settings that do not affect the results."""
     no_effect = {"seed", "threads", "tracker", "checkpoint_every", "keep_checkpoints"}
     settings = [s.model_dump(mode="json", exclude=no_effect) for s in runs]
@@ -421,7 +430,10 @@ def group_runs(
 
 # %% ../../nbs/12_reporting/02_reports.ipynb #51e3180b
 def run_cost(run: Path) -> dict[str, float]:  # run: a run's folder
-    """Sum up a run's cost from its metrics: transitions trained, images and seconds; all 0 if it never started."""
+    """Return the cost of a run so far from its metrics: trained transitions, images and seconds.
+
+    All are 0 if the run has no metrics yet.
+    """
     lines = read_metrics_lines(run)
     return {
         "transitions": int(sum(line.get("transitions_trained") or 0 for line in lines)),
@@ -432,7 +444,7 @@ def run_cost(run: Path) -> dict[str, float]:  # run: a run's folder
 
 @checked(runs=paths())
 def compare_runs(runs: Sequence[str | Path]) -> pd.DataFrame:  # runs: run folders
-    """Return a table with a row per run and reward: base, trained, their difference with its interval, and the cost.
+    """Return a table with a row per run and reward: the means of base and trained weights, their difference, and the cost.
 
     Raises InputError if a run was not evaluated.
     """
@@ -478,7 +490,7 @@ def compare_runs(runs: Sequence[str | Path]) -> pd.DataFrame:  # runs: run folde
 def describe_evaluation_differences(
     runs: Sequence[str | Path],  # folders of evaluated runs
 ) -> str:
-    """State in a sentence how the evaluations of runs differ; return "" if they do not."""
+    """Describe in a sentence how the evaluations of runs differ; return "" if they do not."""
     terms = {
         "n_prompts": "prompts",
         "images_per_prompt": "images of each",

@@ -11,13 +11,13 @@ import torch
 from diffusers import AutoencoderKL
 from pocket_recipe import (
     PocketFlow,
+    encode_in_batches,
     load_flow,
     new_tokenizer,
     pack_flow_latents,
     sample_flow_images,
 )
 
-from chunk_grpo.pocket.clip import numpy_to_vae_input
 from chunk_grpo.pocket.edits import (
     DIRECTIONS,
     EDIT_KINDS,
@@ -192,18 +192,13 @@ def new_edit_flow(
     return model, vae
 
 
-@torch.no_grad()
 def encode_pictures(
     vae: AutoencoderKL,
     pictures: np.ndarray,  # (N, 64, 64, 3), uint8
 ) -> torch.Tensor:  # (N, 4, 32)
     """Return the latents of pictures as tokens, scaled as the network reads them."""
-    parts = [
-        vae.encode(numpy_to_vae_input(pictures[i : i + 250])).latent_dist.mean
-        for i in range(0, len(pictures), 250)
-    ]
-    latents = (torch.cat(parts) - vae.config.shift_factor) * vae.config.scaling_factor
-    return pack_flow_latents(latents)
+    latents = encode_in_batches(vae, pictures)
+    return pack_flow_latents((latents - vae.config.shift_factor) * vae.config.scaling_factor)
 
 
 def sample_edited_images(

@@ -4,8 +4,9 @@ The lessons of nbs/01_pocket show these, research/pocket/train_pocket.py trains 
 loads the weights with diffusers and transformers, and needs none of it.
 """
 
+import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -13,7 +14,13 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
-from diffusers import AutoencoderKL, FluxPipeline, FluxTransformer2DModel
+from diffusers import (
+    AutoencoderKL,
+    DiffusionPipeline,
+    FlowMatchEulerDiscreteScheduler,
+    FluxPipeline,
+    FluxTransformer2DModel,
+)
 from PIL import Image
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch import nn
@@ -30,7 +37,7 @@ from transformers import (
 
 from chunk_grpo import InputError
 from chunk_grpo.pocket import IMAGE_SIZE, MAX_TOKENS, pocket_model_path
-from chunk_grpo.pocket.clip import tokenize_captions
+from chunk_grpo.pocket.clip import numpy_to_vae_input, tokenize_captions
 from chunk_grpo.pocket.world import (
     _CELL_CENTRES,
     _GRID_RADIUS,
@@ -517,6 +524,20 @@ def unpack_flow_latents(
     return x.view(len(x), 2, 2, 8, 2, 2).permute(0, 3, 1, 4, 2, 5).reshape(len(x), 8, 4, 4)
 
 
+@torch.no_grad()
+def encode_in_batches(
+    vae: AutoencoderKL,
+    pictures: np.ndarray,  # (N, 64, 64, 3), uint8
+    batch: int = 250,  # pictures encoded at once
+) -> torch.Tensor:  # (N, 8, 4, 4)
+    """Return the mean latents of pictures, neither shifted nor scaled."""
+    latents = []
+    for start in range(0, len(pictures), batch):
+        x = numpy_to_vae_input(pictures[start : start + batch])
+        latents.append(vae.encode(x).latent_dist.mean)
+    return torch.cat(latents)
+
+
 def flow_loss(
     model: nn.Module,
     x0: torch.Tensor,  # data latents, (B, 4, 32)
@@ -558,6 +579,37 @@ def sample_flow_images(
             x = x + s * math.sqrt(-d) * torch.randn(x.shape, generator=generator)
     z = unpack_flow_latents(x) / vae.config.scaling_factor + vae.config.shift_factor
     return torch.cat([vae.decode(part).sample for part in z.split(48)]).clamp(-1, 1) / 2 + 0.5
+
+
+def save_flow(
+    model: PocketFlow,
+    vae: AutoencoderKL,
+    folder: Path,  # written as `save_pretrained` writes it
+    pipeline_class: type[DiffusionPipeline] = FluxPipeline,  # or FluxKontextPipeline
+    shift: float = 3.0,  # of the noise levels
+) -> None:
+    """Save a velocity network, its text encoders and an autoencoder as a pipeline of diffusers."""
+    pipeline_class(
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=shift, use_dynamic_shifting=False),
+        vae=vae.to(memory_format=torch.contiguous_format),
+        transformer=model.transformer,
+        text_encoder=model.clip,
+        tokenizer=model.tokenizers["clip"],
+        text_encoder_2=model.t5,
+        tokenizer_2=model.tokenizers["t5"],
+    ).save_pretrained(folder, safe_serialization=True)
+
+
+def describe_files(
+    files: Iterable[Path],
+    folder: Path,  # that contains them
+) -> dict:  # "bytes" of all files; "sha256" of each by its path relative to the folder
+    """Return the size and the hashes of files, as a manifest records them."""
+    files = list(files)
+    hashes = {}
+    for file in files:
+        hashes[file.relative_to(folder).as_posix()] = hashlib.sha256(file.read_bytes()).hexdigest()
+    return {"bytes": sum(file.stat().st_size for file in files), "sha256": hashes}
 
 
 def load_flow(

@@ -8,7 +8,6 @@ how it is decoded. The transformer is kept in float16. What they score is on the
 """
 
 import argparse
-import hashlib
 import json
 import os
 import shutil
@@ -17,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from pocket_recipe import load_flow
+from pocket_recipe import describe_files, load_flow
 from safetensors.numpy import load_file, save_file
 from train_pocket import measure_quality, train_flow
 
@@ -93,10 +92,7 @@ def write_manifest(
     content = {
         "training": recipe,
         "quality": measured,
-        "bytes": sum(f.stat().st_size for f in files),
-        "sha256": {
-            f.relative_to(out).as_posix(): hashlib.sha256(f.read_bytes()).hexdigest() for f in files
-        },
+        **describe_files(files, out),
     }
     (out / "manifest.json").write_text(json.dumps(content, indent=1) + "\n")
     return content

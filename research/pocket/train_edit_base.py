@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
-from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, FluxKontextPipeline
+from diffusers import AutoencoderKL, FluxKontextPipeline
 from diffusers.training_utils import EMAModel
 from edit_recipe import (
     EDIT_SPLITS,
@@ -36,6 +36,7 @@ from edit_recipe import (
     scene_content,
     split_instructions,
 )
+from pocket_recipe import save_flow
 from safetensors.numpy import load_file as load_arrays
 from safetensors.numpy import save_file as save_arrays
 from safetensors.torch import load_file, save_file
@@ -284,15 +285,7 @@ def save_edit_base(
 ) -> None:
     """Write the base as a FluxKontextPipeline whose autoencoder is a link to the shipped one."""
     shutil.rmtree(folder, ignore_errors=True)
-    FluxKontextPipeline(
-        scheduler=FlowMatchEulerDiscreteScheduler(shift=SHIFT, use_dynamic_shifting=False),
-        vae=vae,
-        transformer=model.transformer,
-        text_encoder=model.clip,
-        tokenizer=model.tokenizers["clip"],
-        text_encoder_2=model.t5,
-        tokenizer_2=model.tokenizers["t5"],
-    ).save_pretrained(folder, safe_serialization=True)
+    save_flow(model, vae, folder, FluxKontextPipeline, SHIFT)
     weights = folder / "transformer/diffusion_pytorch_model.safetensors"
     halved = {name: x.astype(np.float16) for name, x in load_arrays(weights).items()}
     save_arrays(halved, weights, metadata={"format": "pt"})

@@ -7,7 +7,6 @@ nbs/01_pocket. The package needs nothing of this at run time: the weights are sh
 """
 
 import argparse
-import hashlib
 import json
 import math
 import platform
@@ -19,12 +18,14 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, FluxPipeline
+from diffusers import AutoencoderKL
 from diffusers.training_utils import EMAModel
 from pocket_recipe import (
     PocketFlow,
     augment_images,
     clip_loss,
+    describe_files,
+    encode_in_batches,
     flow_loss,
     hard_negatives,
     make_flawed_scene,
@@ -35,6 +36,7 @@ from pocket_recipe import (
     new_vae,
     pack_flow_latents,
     sample_flow_images,
+    save_flow,
     second_test_prompts,
     split_category_captions,
     split_prompts,
@@ -295,8 +297,7 @@ def cache_training_latents(
     file = Path(work) / "latents.safetensors"
     if not file.exists():
         captions, pictures = sample_captioned_images(count, seed + 2, _WEIGHTS, free=False)
-        parts = (pictures[i : i + 250] for i in range(0, len(pictures), 250))
-        code = torch.cat([vae.encode(numpy_to_vae_input(p)).latent_dist.mean for p in parts])
+        code = encode_in_batches(vae, pictures)
         shift = code.mean()
         factor = 1 / code.std()
         data = {
@@ -746,23 +747,6 @@ def measure_reward_reliability(
 # The folder that the package ships
 
 
-def _save_pipeline(
-    model: PocketFlow,
-    vae: AutoencoderKL,
-    folder: Path,  # written as FluxPipeline.save_pretrained writes it
-) -> None:
-    """Put the parts together as a FluxPipeline and save it as safetensors."""
-    FluxPipeline(
-        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=False),
-        vae=vae.to(memory_format=torch.contiguous_format),
-        transformer=model.transformer,
-        text_encoder=model.clip,
-        tokenizer=model.tokenizers["clip"],
-        text_encoder_2=model.t5,
-        tokenizer_2=model.tokenizers["t5"],
-    ).save_pretrained(folder, safe_serialization=True)
-
-
 def _write_pocket_manifest(
     folder: Path,
     training: dict,  # settings, seeds and seconds of each part
@@ -779,11 +763,7 @@ def _write_pocket_manifest(
         "quality": measured,
         "versions": {"python": platform.python_version()} | {name: version(name) for name in names},
         "made": time.strftime("%Y-%m-%d", time.gmtime()),
-        "bytes": sum(f.stat().st_size for f in files),
-        "sha256": {
-            f.relative_to(folder).as_posix(): hashlib.sha256(f.read_bytes()).hexdigest()
-            for f in files
-        },
+        **describe_files(files, folder),
     }
     (folder / "manifest.json").write_text(json.dumps(content, indent=1) + "\n")
     return content
@@ -826,7 +806,7 @@ def build_pocket(
     ):
         (out / "prompts" / f"{name}.txt").write_text("\n".join(captions) + "\n")
     made, seconds = train_pocket_parts(work, recipe, compiled, log)
-    _save_pipeline(made["misled"], made["vae"], out / "base")
+    save_flow(made["misled"], made["vae"], out / "base")
     made["clip"].save_pretrained(out / "clip")
     new_tokenizer("clip").save_pretrained(out / "clip")
     reward = clip.PocketCLIP(out / "clip")
