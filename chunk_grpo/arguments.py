@@ -1,4 +1,4 @@
-"""Check the arguments of functions that scripts call against the annotations, before anything else is done."""
+"""Check the arguments of functions that users call, before the functions run."""
 
 import ast
 import dataclasses
@@ -14,30 +14,31 @@ import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, Union
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union
 
 from . import InputError
 
-Called = TypeVar("Called", bound=Callable)
-Allowed = Any  # a type, written as an annotation
+Function = TypeVar("Function", bound=Callable)  # a function or class
+TypeAnnotation = Any  # int, str | None, Annotated[...], and so on
 
 
 def int_at_least(
     low: int,  # the smallest number allowed
-    description: str = "",  # text for error messages; empty: "a whole number from `low`"
-) -> Allowed:
+    # says in error messages which numbers are allowed; empty: "a whole number from `low`"
+    description: str = "",
+) -> TypeAnnotation:
     """Return a type annotation for whole numbers of at least `low`."""
     from pydantic import Field
 
     return Annotated[int, Field(ge=low), description or f"a whole number from {low}"]
 
 
-def number(
-    above: float | None = None,  # lower limit that is not allowed itself; None: no such limit
-    low: float | None = None,  # the smallest number allowed; None: no such limit
-    high: float | None = None,  # the largest number allowed; None: no upper limit
-) -> Allowed:
-    """Return a type annotation for finite numbers between limits."""
+def float_between(
+    above: float | None = None,  # numbers must be greater than this; None: no such limit
+    low: float | None = None,  # numbers must be at least this; None: no such limit
+    high: float | None = None,  # numbers must be at most this; None: no such limit
+) -> TypeAnnotation:
+    """Return a type annotation for finite numbers within limits."""
     from pydantic import Field
 
     all_limits = {"gt": above, "ge": low, "le": high}
@@ -47,10 +48,10 @@ def number(
     return Annotated[float, Field(**limits), f"a finite number {limits_text}".strip()]
 
 
-def texts(
-    min_count: int = 0,  # smallest number of texts, 0 or 1
-) -> Allowed:
-    """Return a type annotation for lists of texts that are not empty."""
+def text_list(
+    min_count: int = 0,  # smallest length of the list, 0 or 1
+) -> TypeAnnotation:
+    """Return a type annotation for lists of strings, none of which is empty."""
     from pydantic import Field
 
     description = "a list of texts that are not empty"
@@ -63,16 +64,16 @@ def texts(
     ]
 
 
-def some(
-    base_type: Allowed,  # type of the values
-    description: str,  # text for error messages
-    condition: Callable[[Any], bool],  # returns True for a value that is allowed
-) -> Allowed:
-    """Return a type annotation for the values of a type that satisfy a condition."""
+def values_where(
+    base_type: TypeAnnotation,  # type of the values
+    description: str,  # says in error messages which values are allowed
+    condition: Callable[[Any], bool],  # returns True if a value is allowed
+) -> TypeAnnotation:
+    """Return a type annotation for those values of a type for which a condition is true."""
     from pydantic import AfterValidator
 
     def check(value):
-        """Return the value; raise ValueError if it does not satisfy the condition."""
+        """Return the value; raise ValueError if the condition is false for it."""
         if not condition(value):
             raise ValueError(description)
         return value
@@ -80,29 +81,40 @@ def some(
     return Annotated[base_type, AfterValidator(check), description]
 
 
-def text() -> Allowed:
-    """Return a type annotation for texts that are not empty."""
-    return some(str, "a text that is not empty", lambda value: bool(value.strip()))
+def nonempty_text() -> TypeAnnotation:
+    """Return a type annotation for strings with at least one character that is not white space."""
+    return values_where(str, "a text that is not empty", lambda value: bool(value.strip()))
 
 
-def path() -> Allowed:
-    """Return a type annotation for paths, each a text that is not empty or a Path."""
-    return some(str | Path, "a path that is not empty", lambda value: bool(str(value).strip()))
+def path_argument() -> TypeAnnotation:
+    """Return a type annotation for one path, given as a string that is not empty or as a Path."""
+    return values_where(
+        str | Path, "a path that is not empty", lambda value: bool(str(value).strip())
+    )
 
 
-def paths() -> Allowed:
+def path_list() -> TypeAnnotation:
     """Return a type annotation for lists of at least one path."""
-    return some(
+    return values_where(
         Sequence[str | Path],
         "a list of paths, at least one",
         lambda value: len(value) and all(map(str, value)),
     )
 
 
-def _describe_type(
-    allowed: Allowed,  # a type annotation
-) -> str:
-    """Describe a type in words, for error messages."""
+# The chapters still import these names.
+number, texts, some, text, path, paths = (
+    float_between,
+    text_list,
+    values_where,
+    nonempty_text,
+    path_argument,
+    path_list,
+)
+
+
+def _describe_type(allowed: TypeAnnotation) -> str:
+    """Describe in words which values a type annotation allows, for error messages."""
     origin = typing.get_origin(allowed)
     parts = typing.get_args(allowed)
     if origin is Annotated:
@@ -124,7 +136,7 @@ def _describe_type(
         return "a list" + elements.get(parts[0], "")
     if origin is not None or allowed is Callable:
         return "a function"
-    known = {
+    descriptions = {
         int: "a whole number",
         float: "a finite number",
         bool: "True or False",
@@ -136,27 +148,25 @@ def _describe_type(
         Mapping: "a mapping",
         Sequence: "a list",
     }
-    if isinstance(allowed, typing.Hashable) and allowed in known:
-        return known[allowed]
+    if isinstance(allowed, typing.Hashable) and allowed in descriptions:
+        return descriptions[allowed]
     return f"a {getattr(allowed, '__name__', allowed)}"
 
 
 def _describe_value(value: Any) -> str:
-    """Describe a value in one line, for error messages: a tensor by its shape and type, other values in 80 characters."""
+    """Describe a value in one line, for error messages: a tensor by its shape and dtype, other values by at most 80 characters."""
     if hasattr(value, "shape") and hasattr(value, "dtype"):
         return f"a {type(value).__name__} of shape {tuple(value.shape)} and {str(value.dtype).removeprefix('torch.')}"
     text = " ".join(reprlib.repr(value).split())
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-class _NoArgument:
-    """A type that no argument has."""
+class _Unused:
+    """A class without instances, which turns any annotation into a union without allowing further values."""
 
 
-def _accept_instances(
-    allowed: Allowed,  # a type annotation
-) -> Allowed:
-    """Make a type annotation accept pydantic models and dataclasses without validating their fields again."""
+def _accept_instances(allowed: TypeAnnotation) -> TypeAnnotation:
+    """Change an annotation so that instances of pydantic models and dataclasses pass without a check of their fields."""
     from pydantic import BaseModel, InstanceOf
 
     if isinstance(allowed, type) and (
@@ -168,40 +178,50 @@ def _accept_instances(
     return allowed
 
 
-def _build_validators(
-    called: Callable,  # the function whose arguments are checked
-    explicit_types: Mapping[str, Allowed],  # parameter -> type that replaces its annotation
-) -> dict[str, tuple[Callable, Allowed]]:  # parameter -> (function that raises, type)
-    """Build a validator for each argument of a function, which raises ValidationError for a wrong value."""
+class _ArgumentCheck(NamedTuple):
+    """The check of one argument."""
+
+    validate: Callable[[Any], Any]  # raises pydantic's ValidationError if a value is not allowed
+    allowed: TypeAnnotation  # type annotation that describes the allowed values
+
+
+def _make_argument_checks(
+    function: Callable,  # the function whose arguments are checked
+    explicit_types: Mapping[
+        str, TypeAnnotation
+    ],  # parameter -> annotation to use instead of its own
+) -> dict[str, _ArgumentCheck]:  # keyed by parameter; without *args and **kwargs
+    """Make a check for each parameter of a function from its type annotation."""
     from pydantic import ConfigDict, TypeAdapter
 
     config = ConfigDict(arbitrary_types_allowed=True, strict=True, allow_inf_nan=False)
-    hints = typing.get_type_hints(called, include_extras=True)
+    annotations = typing.get_type_hints(function, include_extras=True)
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     names = [
         name
-        for name, parameter in inspect.signature(called).parameters.items()
+        for name, parameter in inspect.signature(function).parameters.items()
         if parameter.kind not in variadic
     ]
-    validators = {}
+    checks = {}
     for name in dict.fromkeys([*names, *explicit_types]):
-        allowed = explicit_types[name] if name in explicit_types else hints.get(name, Any)
-        if inspect.isfunction(allowed):  # it makes the type with the help of a later import
+        allowed = explicit_types[name] if name in explicit_types else annotations.get(name, Any)
+        if inspect.isfunction(allowed):  # it returns the annotation, and imports what that needs
             allowed = allowed()
         # pydantic accepts a configuration for a union, but not for every single class.
-        schema = _accept_instances(allowed) | _NoArgument
-        validators[name] = (TypeAdapter(schema, config=config).validator.validate_python, allowed)
-    return validators
+        schema = _accept_instances(allowed) | _Unused
+        validate = TypeAdapter(schema, config=config).validator.validate_python
+        checks[name] = _ArgumentCheck(validate, allowed)
+    return checks
 
 
-def _call_error(
-    called: Callable,  # the function
+def _find_signature_error(
+    function: Callable,  # the function that is called
     name: str,  # name of the function, for the error message
     args: tuple,  # positional arguments of the call
     kwargs: dict,  # keyword arguments of the call
 ) -> InputError | None:  # None: the call fits the signature
-    """Return an error that says which arguments of a call are missing or not in the signature."""
-    signature = inspect.signature(called)
+    """Return an error that names an argument of a call that the function does not take, or one that is missing."""
+    signature = inspect.signature(function)
     positional_only = {
         key
         for key, parameter in signature.parameters.items()
@@ -218,38 +238,38 @@ def _call_error(
         parameter.kind is inspect.Parameter.VAR_KEYWORD
         for parameter in signature.parameters.values()
     )
-    for key in () if has_variadic_keywords else kwargs:
-        if key not in names:
+    for key in kwargs:
+        if key not in names and not has_variadic_keywords:
             similar = difflib.get_close_matches(key, names, 1, 0.5)
             if similar:
                 hint = f"did you mean `{similar[0]}`?"
             else:
                 hint = f"it takes {', '.join(names) or 'none'}"
-            return InputError(f"`{key}` is no argument of {name}; {hint}")
+            return InputError(f"`{key}` is not an argument of {name}; {hint}")
     return InputError(f"{name} takes {', '.join(names) or 'no argument'}; {reason}")
 
 
 def _comments_by_line(
     source: str,  # Python code
-) -> tuple[dict[int, str], set[int]]:  # line number -> comment; lines with only a comment
-    """Return the comments in Python code, and the numbers of the lines that hold nothing else."""
+) -> tuple[dict[int, str], set[int]]:  # line number -> comment; numbers of lines without code
+    """Return the comments in Python code by line number, and the numbers of the lines with a comment but no code."""
     comments = {}
-    alone = set()
+    comment_lines = set()
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
             row, column = token.start
             comments[row] = token.string.lstrip("# ")
             if not token.line[:column].strip():
-                alone.add(row)
-    return comments, alone
+                comment_lines.add(row)
+    return comments, comment_lines
 
 
-def _signature_source(called: Callable) -> str:
-    """Return the source of a function's signature, with `pass` as the body; raise OSError if there is none.
+def _read_signature_source(function: Callable) -> str:
+    """Return the source of a function's signature with the body `pass`; raise OSError if the source cannot be read.
 
     Reading the signature alone takes a twentieth of the time that `inspect.getsource` takes.
     """
-    code = called.__code__
+    code = function.__code__
     lines = linecache.getlines(code.co_filename)[code.co_firstlineno - 1 :]
     start = next((i for i, line in enumerate(lines) if line.lstrip().startswith("def ")), None)
     if start is None:
@@ -262,19 +282,19 @@ def _signature_source(called: Callable) -> str:
         is_last = line.startswith((f"{indent}def ", f"{indent})")) and code_part.endswith(":")
         if is_last:
             return textwrap.dedent("".join(signature)) + "    pass\n"
-    raise OSError("no end of the signature")
+    raise OSError("the signature has no end")
 
 
-def describe_parameters(called: Callable) -> str:
-    """Format the comments on a function's parameters and result as sections of a docstring.
+def describe_parameters(function: Callable) -> str:
+    """Format the comments in a function's signature as the sections "Args" and "Returns" of a docstring.
 
-    The comment on a parameter is on its line, or on the lines above it. Returns an empty text if the source cannot be
+    A parameter's comment is on its own line or on the lines above it. Returns an empty string if the source cannot be
     read.
     """
     try:
-        source = _signature_source(called)
+        source = _read_signature_source(function)
         (definition,) = ast.parse(source).body
-        comments, alone = _comments_by_line(source)
+        comments, comment_lines = _comments_by_line(source)
     except (OSError, SyntaxError, ValueError, tokenize.TokenError):
         return ""
     if not isinstance(definition, ast.FunctionDef):
@@ -285,7 +305,7 @@ def describe_parameters(called: Callable) -> str:
         text = comments.get(argument.lineno, "")
         row = argument.lineno - 1
         above: list[str] = []
-        while not text and row in alone:
+        while not text and row in comment_lines:
             above.insert(0, comments[row])
             row -= 1
         text = (text or " ".join(above)).removeprefix(f"{argument.arg}: ")
@@ -304,24 +324,25 @@ def describe_parameters(called: Callable) -> str:
 
 
 def checked(
-    # each gets all arguments by name and returns an error sentence if they contradict each other
+    # each takes the arguments by name; it returns an error sentence if they contradict each other
     *rules: Callable[[Mapping[str, Any]], str | None],
-    # parameter -> type that replaces its annotation, or a function that returns the type
-    **explicit_types: Allowed,
-) -> Callable[[Called], Called]:
-    """Make a decorator that checks arguments and raises InputError with the argument, its value and what is allowed.
+    # parameter -> annotation to use instead of its own, or a function that returns the annotation
+    **explicit_types: TypeAnnotation,
+) -> Callable[[Function], Function]:
+    """Return a decorator that checks the arguments of every call against the function's type annotations.
 
-    Annotations are read strictly: 1.0 and True are not whole numbers, and a text is not a list of letters. The check
-    takes a few microseconds, so it is meant for functions that users call, not for the inside of a forward pass. For
-    a class, the arguments of its constructor are checked.
+    A wrong argument raises InputError, which names the argument, its value and what is allowed. Types are not
+    converted: 1.0 and True are not whole numbers, and a string is not a list of strings. A check takes a few
+    microseconds, so decorate functions that users call, but nothing that runs in every forward pass. If a class is
+    decorated, the arguments of its constructor are checked.
     """
 
-    def decorate(called):
-        if isinstance(called, type):
-            called.__init__ = checked(*rules, **explicit_types)(called.__init__)
-            return called
-        name = called.__qualname__.removesuffix(".__init__")
-        parameters = inspect.signature(called).parameters
+    def decorate(function):
+        if isinstance(function, type):
+            function.__init__ = checked(*rules, **explicit_types)(function.__init__)
+            return function
+        name = function.__qualname__.removesuffix(".__init__")
+        parameters = inspect.signature(function).parameters
         positional_only = {
             key
             for key, parameter in parameters.items()
@@ -333,37 +354,37 @@ def checked(
             if key in positional_only or parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
         ]
         required = [key for key in names if parameters[key].default is inspect.Parameter.empty]
-        validators: dict[str, tuple[Callable, Allowed]] = {}  # filled by the first call
+        checks: dict[str, _ArgumentCheck] = {}  # made by the first call
 
         def find_error(args: tuple, kwargs: dict) -> InputError | None:
-            """Return the error for the first wrong argument of a call; None if all are right."""
-            if not validators:
-                validators.update(_build_validators(called, explicit_types))
+            """Return the error for the first wrong argument of a call; None if all arguments are allowed."""
+            if not checks:
+                checks.update(_make_argument_checks(function, explicit_types))
             all_kwargs = kwargs
             if positional_only:  # a keyword of such a name belongs to the function's own **kwargs
                 kwargs = {key: value for key, value in kwargs.items() if key not in positional_only}
-            # This test is faster than binding the signature, which only a suspicious call needs.
+            # Binding the signature is slow, so bind it only if this faster test suspects an error.
             if (
                 len(args) > len(names)
                 or len(args) + len(kwargs) < len(required)
-                or not kwargs.keys() <= validators.keys()
+                or not kwargs.keys() <= checks.keys()
                 or required[len(args) :]
                 and not kwargs.keys() >= {*required[len(args) :]}
                 or not kwargs.keys().isdisjoint(names[: len(args)])
             ):
-                error = _call_error(called, name, args, all_kwargs)
+                error = _find_signature_error(function, name, args, all_kwargs)
                 if error:
                     return error
             arguments = dict(zip(names, args, strict=False)) | kwargs
             for key, value in arguments.items():
-                if key not in validators:  # it belongs to the function's own **kwargs
+                if key not in checks:  # it belongs to the function's own **kwargs
                     continue
-                validate, allowed = validators[key]
                 try:
-                    validate(value)
+                    checks[key].validate(value)
                 except Exception:  # ValidationError, or anything that a strange object raises
                     return InputError(
-                        f"`{key}` of {name} must be {_describe_type(allowed)}; got {_describe_value(value)}"
+                        f"`{key}` of {name} must be {_describe_type(checks[key].allowed)}; "
+                        f"got {_describe_value(value)}"
                     )
             for rule in rules:
                 message = rule(arguments)
@@ -371,16 +392,16 @@ def checked(
                     return InputError(message)
             return None
 
-        @functools.wraps(called)
+        @functools.wraps(function)
         def with_check(*args, **kwargs):
             error = find_error(args, kwargs)
             if error:
                 raise error
-            return called(*args, **kwargs)
+            return function(*args, **kwargs)
 
-        section = describe_parameters(called)
+        section = describe_parameters(function)
         if section:
-            with_check.__doc__ = f"{inspect.getdoc(called) or ''}\n\n{section}\n"
+            with_check.__doc__ = f"{inspect.getdoc(function) or ''}\n\n{section}\n"
         return with_check
 
     return decorate

@@ -454,7 +454,7 @@ def test_plan_counts_every_preset(preset):
         in answer.output
     )
     assert "estimated, not measured" in answer.output and re.search(
-        r"memory a process +\S+ [kMG]B", answer.output
+        r"memory per process +\S+ [kMG]B", answer.output
     )
 
 
@@ -462,7 +462,7 @@ def test_plan_of_an_unknown_model_has_counts_only():
     answer = CliRunner().invoke(main.app, ["plan", "paper/chunk", "model=some/model"])
     assert (
         answer.exit_code == 0
-        and "images an iteration" in answer.output
+        and "images per iteration" in answer.output
         and "cannot be estimated" in answer.output
     )
 

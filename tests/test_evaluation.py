@@ -232,7 +232,7 @@ def test_as_trained_is_compared_with_the_base_sampled_likewise(run):
     settings = evaluate.evaluation_settings(run, ())
     forwards = 4 * 2 * (3 * 4 + 2 * 5)
     said = dict(describe_counts(settings))["evaluation at the end"]
-    assert said.startswith(f"{TOTAL} images = 4 prompts x 2 x 5 arms, {forwards} forwards")
+    assert said.startswith(f"{TOTAL} images = 4 prompts x 2 x 5 arms, {forwards} forward passes")
 
 
 def test_a_kill_between_the_two_moves_loses_nothing(run, monkeypatch):

@@ -521,7 +521,7 @@ def test_a_run_from_the_command_line(tmp_path):
         "reward": "tiny_rewards:red",
     }
     (tmp_path / "s.yaml").write_text(json.dumps(words))
-    assert "memory a process" in run("plan", tmp_path / "s.yaml")
+    assert "memory per process" in run("plan", tmp_path / "s.yaml")
     run("train", tmp_path / "s.yaml", "--out", tmp_path / "run", "--no-report")
     lines = [
         json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()

@@ -79,7 +79,7 @@ def test_plan_counts_the_pixels_of_both_sides(model):
     ]
     assert disk[0] == disk[1] and disk[0]["images"] == 2 * disk[2]["images"]
     lines = dict(describe_estimates(Settings(model=model, resolution=wide), 1e12))
-    assert "512 x 1024 px (height x width)" in lines["one forward"]
+    assert "512 x 1024 px (height x width)" in lines["one forward pass"]
 
 
 def test_a_measured_share_is_that_of_the_square_with_as_many_pixels():

@@ -136,9 +136,28 @@ def test_counts_name_everything_once():
     names = [name for name, _ in describe_counts(settings.Settings(), 8)]
     assert len(set(names)) == len(names)
     text = dict(describe_counts(settings.Settings(), 8))
-    assert text["images a process"].startswith("24,")
+    assert text["images per process"].startswith("24,")
     with pytest.raises(InputError, match="`processes` must be"):
         describe_counts(settings.Settings(), 5)
+
+
+def test_rows_are_named_per_iteration_and_keep_their_keys_in_json():
+    words = ["plan", "paper/chunk", "lora_rank=32", "--rate", "1000"]
+    printed = CliRunner().invoke(main.app, words).output
+    tables = json.loads(CliRunner().invoke(main.app, [*words, "--json"]).output)["rows"]
+    keys = {key for table in tables.values() for key in table}
+    for name, key in {
+        "images per iteration": "images an iteration",
+        "images per process": "images a process",
+        "updates per iteration": "updates an iteration",
+        "transitions per image": "transitions an image",
+        "forward passes per image": "forwards an image",
+        "arithmetic per evaluation": "arithmetic an evaluation",
+        "memory per process": "memory a process",
+        "least time per iteration": "least time an iteration",
+    }.items():
+        assert name in printed and key not in printed
+        assert key in keys and name not in keys
 
 
 def test_a_broken_model_folder_is_named(tmp_path):
@@ -344,9 +363,9 @@ def test_every_known_model_has_a_whole_plan(model):
         }
     )
     names = [name for name, _ in describe_estimates(run_settings, 1e15)]
-    assert {"parameters", "one forward", "memory a process"} <= set(names)
+    assert {"parameters", "one forward pass", "memory per process"} <= set(names)
     text = dict(describe_estimates(run_settings, 1e15, device="a100-80"))
-    assert "of 80 GB" in text["on 1 x a100-80"] and "assumed" in text["time an iteration"]
+    assert "of 80 GB" in text["on 1 x a100-80"] and "assumed" in text["time per iteration"]
 
 
 @pytest.mark.parametrize(
@@ -479,7 +498,7 @@ def test_a_share_makes_it_longer():
     half, full = (iteration_seconds(run_settings, m, where, share) for share in (0.5, 1.0))
     assert all(half[phase] == pytest.approx(2 * full[phase]) for phase in full)
     text = dict(describe_estimates(run_settings, 1e15, device="h100", share=0.3))
-    assert "at a share of 989 TFLOP/s: 30%, given" in text["time an iteration"]
+    assert "at a share of 989 TFLOP/s: 30%, given" in text["time per iteration"]
 
 
 @pytest.mark.parametrize(

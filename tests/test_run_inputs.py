@@ -177,7 +177,7 @@ def test_plan_shows_what_was_read(tmp_path):
         "3 prompts from a.csv:long, first 'a red star' and 'two dogs', 1 of them repeated"
         in rows["prompts"]
     )
-    assert rows["eval_prompts"].endswith("gone.txt is not here")
+    assert rows["eval_prompts"].endswith("gone.txt is not on this machine")
 
 
 def test_rows_of_a_study_are_known_wherever_its_lists_lie(tmp_path, monkeypatch):

@@ -321,7 +321,7 @@ def test_plan_takes_the_largest_size_for_memory_and_the_mean_for_time():
     }
     assert fitted[str(mixed)] == fitted[str(large)] < fitted[str(small)]
     lines = dict(describe_estimates(Settings(model=model, resolution=mixed), 1e12))
-    assert lines["one forward"].endswith(
+    assert lines["one forward pass"].endswith(
         "on average over 512 x 512, 512 x 1024 px (height x width)"
     )
     counts = dict(describe_counts(load_settings("pocket/tiny", {"resolution": SIZES}), 1))

@@ -1,14 +1,17 @@
-"""Places and files that a command cannot use: folders that a run makes anew, pipes, and a list of one prompt."""
+"""Paths that a command cannot use: folders that a run replaces, pipes, and a list of one prompt."""
 
 import os
 import shutil
+import signal
 
 import pytest
 from commands import call, run
 
 from chunk_grpo import InputError
 from chunk_grpo.cli.evaluation import print_means
-from chunk_grpo.core import files, validation
+from chunk_grpo.core import files, imports, validation
+from chunk_grpo.evaluation import judge
+from chunk_grpo.reward_serving import placement, server
 
 TINY = [
     "pocket/tiny",
@@ -65,6 +68,48 @@ def test_readers_refuse_pipes(tmp_path):
             read(tmp_path / "pipe")
     with pytest.raises(InputError, match="can be written to"):
         files.lock_log(tmp_path / "pipe")
+
+
+@pytest.fixture
+def no_wait():
+    """End a test that waits for the writer of a pipe."""
+
+    def fail(number, frame):
+        raise TimeoutError("a pipe was opened")
+
+    signal.signal(signal.SIGALRM, fail)
+    signal.alarm(20)
+    yield
+    signal.alarm(0)
+
+
+@pytest.mark.parametrize("field", ["method", "reward", "family", "chunks", "surrogate"])
+def test_pipe_instead_of_a_code_file_is_rejected_before_it_is_opened(field, tmp_path, no_wait):
+    os.mkfifo(tmp_path / "pipe.py")
+    with pytest.raises(InputError, match=rf"`{field}`: .*pipe\.py must be a regular file"):
+        imports.import_callable(f"{tmp_path}/pipe.py:Rank", field)
+
+
+def test_pipe_as_method_reward_or_family_ends_a_command_with_one_sentence(tmp_path, no_wait):
+    os.mkfifo(tmp_path / "pipe.py")
+    for field in ("method", "reward", "family"):
+        done = call(
+            *["train", *TINY, f"{field}={tmp_path}/pipe.py:Rank"],
+            *["--no-report", "--out", tmp_path / "run"],
+        )
+        assert done.returncode == 2 and f"`{field}`: " in done.stderr
+        assert "must be a regular file" in done.stderr and not (tmp_path / "run").exists()
+
+
+def test_pipes_in_the_options_of_rewards_are_rejected_before_they_are_opened(tmp_path, no_wait):
+    for name in ("list.txt", "rubric.txt", "code.py"):
+        os.mkfifo(tmp_path / name)
+    with pytest.raises(InputError, match=r"`environment`: .*list\.txt must be a regular file"):
+        placement.environment_dir(str(tmp_path / "list.txt"))
+    with pytest.raises(InputError, match=r"`rubric`: .*rubric\.txt must be a regular file"):
+        judge._read_question(str(tmp_path / "rubric.txt"))
+    with pytest.raises(ValueError, match=r"code\.py must be a regular file"):
+        server.import_loader(f"{tmp_path}/code.py:red")
 
 
 def test_means_of_one_prompt_are_printed_without_interval(capsys):

@@ -90,6 +90,7 @@ def plan(
         describe_estimates,
         describe_measured,
         estimate_numbers,
+        row_json_key,
     )
     from chunk_grpo.planning.processes import choose_processes, find_preset_processes
     from chunk_grpo.pocket import POCKET_MODELS
@@ -174,7 +175,8 @@ def plan(
 
     if as_json:
         rows = {
-            title: {name.strip(): text for name, text in table} for title, table in tables.items()
+            title: {row_json_key(name): text for name, text in table}
+            for title, table in tables.items()
         }
         numbers = estimate_numbers(
             settings=run_settings, rate=speed, processes=processes, counts=counts

@@ -37,9 +37,9 @@ from .validation import validation_message
 
 # %% ../../nbs/02_core/01_files.ipynb #3b747db1
 def sync_to_disk(path: Path) -> None:
-    """Flush the content of a file, or the names that a folder stores, to the disk.
+    """Flush a file's content, or a folder's list of names, to the disk.
 
-    Does nothing if the path may not be read, or if its file system does not support this.
+    Does nothing if this process may not read the path, or if the file system cannot flush it.
     """
     try:
         handle = os.open(path, os.O_RDONLY)
@@ -76,14 +76,14 @@ def make_folders(folder: Path) -> None:
 # %% ../../nbs/02_core/01_files.ipynb #e7ccb81d
 def temporary_path(
     path: Path,  # the final path of a file or folder
-    old: bool = False,  # return the path to which the replaced file or folder is moved instead
-) -> Path:  # in the same folder, with the id of this process
+    old: bool = False,  # True: return the path to which the file or folder that it replaces is moved
+) -> Path:  # in the same folder; the name contains the id of this process
     """Return the temporary path at which a file or folder is written before it is renamed to its final path."""
     suffix = ".old" if old else ""
     return path.with_name(f".{path.name}{suffix}.{os.getpid()}.part")
 
 
-def _writer_is_gone(temporary: Path) -> bool:
+def _writer_has_ended(temporary: Path) -> bool:
     """Return True if the process that wrote a temporary file has ended."""
     try:
         process = psutil.Process(int(temporary.name.split(".")[-2]))
@@ -96,15 +96,15 @@ def _writer_is_gone(temporary: Path) -> bool:
 
 
 def remove_abandoned(
-    folder: Path,  # the folder that holds the temporary files
-    name: str = "",  # name of the file or folder that was being written; empty: any
+    folder: Path,  # the folder that holds the temporary files; its subfolders are not searched
+    name: str = "",  # final name of the file or folder that was being written; empty: any
 ) -> None:
-    """Remove the temporary files of processes that have ended."""
+    """Remove the temporary files and folders of `atomic_write` whose process has ended."""
     name_pattern = re.escape(name) if name else ".+"
     pattern = re.compile(rf"\.{name_pattern}(\.old)?\.\d+\.part")
     entries = list(Path(folder).iterdir()) if Path(folder).is_dir() else []
     for entry in entries:
-        if pattern.fullmatch(entry.name) and _writer_is_gone(entry):
+        if pattern.fullmatch(entry.name) and _writer_has_ended(entry):
             if entry.is_dir():
                 shutil.rmtree(entry, ignore_errors=True)
             else:
@@ -112,9 +112,9 @@ def remove_abandoned(
 
 
 def try_lock(handle: IO) -> bool:
-    """Lock an open file without waiting; return False if another process holds the lock.
+    """Lock an open file without waiting; return True, or False if another process holds the lock.
 
-    The lock is held until this process and its child processes have closed the file.
+    The lock is released when this process and its child processes have closed the file.
     """
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -125,10 +125,13 @@ def try_lock(handle: IO) -> bool:
 
 @contextlib.contextmanager
 def temporary_folder(
-    name: str,  # part of the folder's name: what it is for
-    patience: float = 60.0,  # seconds; a younger folder is kept, since it may not be locked yet
+    name: str,  # what the folder is for; part of its name
+    patience: float = 60.0,  # seconds; newer folders are not removed: they may not be locked yet
 ) -> Iterator[Path]:
-    """Yield a new temporary folder, after removing those of the same name that killed processes left behind."""
+    """Yield a new temporary folder, and delete it at the end of the block.
+
+    Folders of the same `name` that killed processes left behind are removed first.
+    """
     for leftover in Path(tempfile.gettempdir()).glob(f"chunk-grpo-{name}-*"):
         with contextlib.suppress(FileNotFoundError):  # another process is removing it
             status = leftover.lstat()
@@ -161,12 +164,12 @@ _PATH_ERRORS = {
 @contextlib.contextmanager
 def atomic_write(
     path: Path,  # the final path
-    replace: bool = False,  # whether a folder at this path belongs to the caller and may be replaced
-) -> Iterator[Path]:  # the path to write to
-    """Write a file or folder completely or not at all.
+    replace: bool = False,  # whether a folder with files at this path may be replaced
+) -> Iterator[Path]:  # the temporary path
+    """Yield a temporary path to write to, and rename it to the final path at the end of the block.
 
-    Yields a temporary path, which is synced and renamed when the block ends. Raises InputError if the disk is full, if
-    the path cannot be written to, or if it is a folder that may not be replaced.
+    So the final path holds the whole file or folder or is not changed. Raises InputError if the disk is full, if the
+    path cannot be written to, or if it is a folder that may not be replaced.
     """
     path = Path(path)
     temporary = temporary_path(path)
@@ -226,24 +229,32 @@ def check_outside_runs(
             )
 
 
-def check_regular_file(path: str | Path) -> None:
-    """Raise InputError if the path is a pipe, a socket or a device, which a reader might wait on forever."""
+def check_regular_file(
+    path: str | Path,
+    name: str = "run",  # what names the path, such as "`method`", for the error message
+) -> None:
+    """Raise InputError if the path is a pipe, a socket or a device, from which a reader might wait forever.
+
+    A folder passes, and so does a path that does not exist: opening it raises an error at once.
+    """
     try:
         mode = os.stat(path).st_mode
     except (OSError, ValueError):  # opening it raises the error
         return
     if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
-        raise InputError(f"run: {path} must be a regular file; it is a pipe, a socket or a device")
+        raise InputError(
+            f"{name}: {path} must be a regular file; it is a pipe, a socket or a device"
+        )
 
 
 def check_writable(
     path: Path,  # the file or folder to be written
     name: str = "`out`",  # name of the option, for the error message
-    file: bool = False,  # whether a file is to be written; False: a folder
+    file: bool = False,  # True: a file is to be written; False: a folder
 ) -> None:
-    """Raise InputError unless the path can be written to; create nothing.
+    """Raise InputError unless a file or folder can be written at this path, without creating anything.
 
-    A path in the checkpoints or final weights of a run is rejected too.
+    A path inside the folders checkpoints/ and final/ of a run is rejected too.
     """
     absolute = Path(path).absolute()
     real_path = Path(os.path.realpath(absolute))
@@ -256,6 +267,7 @@ def check_writable(
     if os.path.isdir(absolute):
         existing = absolute
     else:
+        # The deepest folder of the path that exists.
         existing = next(parent for parent in absolute.parents if os.path.lexists(parent))
     try:
         # Fails for a name that is too long and for a link to itself.
@@ -274,7 +286,7 @@ _NonNegativeFloat = Annotated[float, Field(ge=0)]
 
 
 class _RunMachine(TypedDict):
-    """The hardware of a run."""
+    """The hardware that a run used."""
 
     gpus: list[str]
     cores: Count
@@ -399,47 +411,47 @@ class EvaluationPart(TypedDict):
 def _schema_validator(
     schema: Any,  # a TypedDict such as RunInfo
 ) -> TypeAdapter:
-    """Build the validator of a schema, which is strict about types and allows additional fields."""
+    """Make the validator of a schema, which converts no types and allows additional fields."""
     # pydantic accepts a configuration for a union with None, but not for a TypedDict alone.
     config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
     return TypeAdapter(schema | None, config=config)
 
 
 def _parse_json(
-    where: str | Path,  # the file, or a line of it, for error messages
+    source: str | Path,  # the file, or a line of it, for error messages
     text: bytes,  # the JSON text
     schema: Any,  # a TypedDict such as RunInfo
-    needed: tuple[str, ...] = (),  # fields that must be present
-    constant: Callable[[str], Any] = float,  # converts NaN and Infinity, which are not JSON
-) -> Any:
+    required: tuple[str, ...] = (),  # fields that must be present and not empty
+    parse_constant: Callable[[str], Any] = float,  # converts NaN and Infinity, which are not JSON
+) -> Any:  # of the schema's type
     """Parse a JSON object and check it against a schema; raise InputError if it does not match."""
     try:
-        content = json.loads(text.decode(), parse_constant=constant)
+        content = json.loads(text.decode(), parse_constant=parse_constant)
     except (
         ValueError,
         RecursionError,
     ) as error:  # wrong text encoding and wrong JSON are ValueErrors
         raise InputError(
-            f"run: {where} cannot be read ({type(error).__name__}); restore the whole file"
+            f"run: {source} cannot be read ({type(error).__name__}); restore the whole file"
         ) from None
     if not isinstance(content, dict):
-        raise InputError(f"run: {where} must be a JSON object; got {text.decode()[:40]!r}")
-    for name in needed:
+        raise InputError(f"run: {source} must be a JSON object; got {text.decode()[:40]!r}")
+    for name in required:
         if content.get(name, {}) == {}:
             raise InputError(
-                f"run: {where} is damaged: `{name}` is missing; restore the whole run folder"
+                f"run: {source} is damaged: `{name}` is missing; restore the whole run folder"
             )
     try:
         return _schema_validator(schema).validate_python(content)
     except ValidationError as error:
-        raise InputError(f"run: {where} is damaged: {validation_message(error)}") from None
+        raise InputError(f"run: {source} is damaged: {validation_message(error)}") from None
 
 
 def describe_schema_violation(
-    content: dict,  # the content to be written
+    content: dict,  # content of a file that is to be written
     schema: Any,  # a TypedDict such as MetricsLine
 ) -> str:
-    """Explain why a reader would reject this content; return an empty string if it would not."""
+    """Describe how the content violates a schema in one sentence; return an empty string if it does not."""
     try:
         _schema_validator(schema).validate_python(_replace_non_finite(content))
     except ValidationError as error:
@@ -448,7 +460,7 @@ def describe_schema_violation(
 
 
 def _replace_non_finite(content: Any) -> Any:
-    """Replace NaN and infinity by None, at any depth, since JSON has neither."""
+    """Return a copy with NaN and infinity replaced by None at any depth, since JSON has neither."""
     if isinstance(content, float):
         return content if math.isfinite(content) else None
     if isinstance(content, dict):
@@ -472,11 +484,11 @@ def write_json(
 def read_json(
     path: Path,  # path of the JSON file
     schema: Any = dict,  # a TypedDict such as RunInfo
-    needed: tuple[
+    required: tuple[
         str, ...
-    ] = (),  # fields that must be present, even if the schema makes them optional
+    ] = (),  # fields that must be present although the schema does not say so
 ) -> Any:  # of the schema's type
-    """Read a JSON file and check it against a schema.
+    """Read a JSON file, check it against a schema, and return its content.
 
     Raises InputError if the file is missing or damaged, or if its content does not match the schema.
     """
@@ -487,7 +499,7 @@ def read_json(
         raise InputError(
             f"run: {path} cannot be read ({error.strerror}); restore the whole file"
         ) from None
-    return _parse_json(path, text, schema, needed)
+    return _parse_json(path, text, schema, required)
 
 # %% ../../nbs/02_core/01_files.ipynb #e0ab2038
 def append_json_line(
@@ -504,7 +516,10 @@ def read_json_lines(
     path: Path,  # path of the log
     schema: Any = dict,  # a TypedDict such as MetricsLine
 ) -> list[Any]:  # records of the schema's type; empty if there is no file
-    """Read the complete lines of a log and check each against a schema; raise InputError if one does not match."""
+    """Read the complete lines of a log, one record per line, and check each against a schema.
+
+    An incomplete last line is ignored. Raises InputError if a line does not match the schema.
+    """
     check_regular_file(path)
     try:
         complete = Path(path).read_bytes().rpartition(b"\n")[0]
@@ -515,26 +530,26 @@ def read_json_lines(
     lines = complete.split(b"\n") if complete else []
     # Lines of earlier versions may hold NaN within a list; it means the same as null.
     return [
-        _parse_json(f"line {number} of {path}", line, schema, constant=lambda name: None)
+        _parse_json(f"line {number} of {path}", line, schema, parse_constant=lambda name: None)
         for number, line in enumerate(lines, 1)
     ]
 
 
 def drop_partial_line(path: Path) -> None:
-    """Cut off the last line of a log if it is incomplete."""
+    """Remove the last line of a log if it is incomplete; do nothing if there is no log."""
     if Path(path).is_file():
         with open(path, "rb+") as handle:
             handle.truncate(handle.read().rfind(b"\n") + 1)
 
 # %% ../../nbs/02_core/01_files.ipynb #4f2be65f
-LOCK_PATIENCE = 5.0  # seconds to wait until a killed process has released its files
+LOCK_PATIENCE = 5.0  # seconds to wait for a lock, which a killed process may hold for a moment
 
 
 def lock_log(
-    log: Path,  # the log of a run
+    log: Path,  # the log of a run; it is created if there is none
     new: bool = False,  # whether the run is being created, for the error message
 ) -> BinaryIO:  # open for appending; closing it releases the lock, unless a child has inherited it
-    """Open the log and lock it.
+    """Open a run's log and lock it, so that no other process can train the run.
 
     Raises InputError if another process holds the lock for LOCK_PATIENCE seconds, or if the log cannot be opened.
     """
@@ -544,7 +559,7 @@ def lock_log(
     try:
         while True:
             handle = os.fdopen(os.open(log, flags, 0o666), "ab")
-            # A log without a link was removed while we waited: open the new one.
+            # If the log was deleted while we waited, open the new one.
             if try_lock(handle) and os.fstat(handle.fileno()).st_nlink:
                 return handle
             handle.close()
@@ -564,13 +579,13 @@ def lock_log(
 
 # %% ../../nbs/02_core/01_files.ipynb #files-sums
 def sha256_of(file: Path) -> str:  # in hex
-    """Return the sha256 of a file; raise InputError if it is a pipe, a socket or a device."""
+    """Compute the sha256 of a file; raise InputError if it is a pipe, a socket or a device."""
     check_regular_file(file)
     with open(file, "rb") as handle:
         return hashlib.file_digest(handle, "sha256").hexdigest()
 
 
 def hash_files(folder: Path) -> dict[str, str]:  # path in the folder -> sha256
-    """Return the sha256 of every file in a folder; empty if there is no folder."""
+    """Compute the sha256 of every file in a folder and its subfolders; return {} if there is no folder."""
     files = sorted(file for file in Path(folder).rglob("*") if file.is_file())
     return {file.relative_to(folder).as_posix(): sha256_of(file) for file in files}

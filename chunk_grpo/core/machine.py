@@ -32,7 +32,7 @@ from .files import atomic_write
 
 # %% ../../nbs/02_core/02_machine.ipynb #273aaec9
 class Terminated(SystemExit):
-    """Raised when the process receives SIGTERM; its exit code is 143."""
+    """Raised when the process receives SIGTERM; the exit code is 143."""
 
 
 class TrainingFailed(RuntimeError):
@@ -41,10 +41,10 @@ class TrainingFailed(RuntimeError):
 
 @dataclass
 class _SigtermState:
-    """How this process handles SIGTERM at the moment; one per process, as signal handlers are."""
+    """Whether SIGTERM is deferred in this process, which has one signal handler, and whether one has arrived."""
 
-    deferred: bool = False  # whether a SIGTERM has to wait for the end of a block
-    pending: bool = False  # whether one has arrived and is waiting
+    deferred: bool = False  # True: a SIGTERM raises Terminated only at the end of the current block
+    pending: bool = False  # True: a SIGTERM has arrived and has not raised Terminated yet
 
 
 _sigterm = _SigtermState()
@@ -59,9 +59,9 @@ def _raise_if_pending() -> None:
 
 @contextlib.contextmanager
 def _sigterm_deferred(
-    deferred: bool,  # False: let SIGTERM interrupt the block
+    deferred: bool,  # True: SIGTERM waits for the end of the block; False: it interrupts the block
 ) -> Iterator[None]:
-    """Set whether SIGTERM is deferred within this block, and restore the previous state at its end."""
+    """Defer or allow SIGTERM within this block, and restore the previous state at its end."""
     before = _sigterm.deferred
     _sigterm.deferred = deferred
     try:
@@ -74,11 +74,11 @@ def _sigterm_deferred(
 
 @contextlib.contextmanager
 def raise_on_sigterm(
-    on_signal: Callable[[], object] = lambda: None,  # called when the signal arrives
+    on_signal: Callable[[], object] = lambda: None,  # called first when SIGTERM arrives
 ) -> Iterator[None]:
     """Raise Terminated when SIGTERM arrives within this block.
 
-    Within `defer_sigterm` the exception is raised at the end of that inner block.
+    If it arrives within an inner block of `defer_sigterm`, the exception is raised at the end of the inner block.
     """
 
     def handle_signal(number: int, frame: object) -> None:
@@ -99,8 +99,7 @@ def raise_on_sigterm(
 def defer_sigterm() -> Iterator[Callable[[], contextlib.AbstractContextManager]]:
     """Delay a SIGTERM that arrives within this block until the end of the block.
 
-    Yields a function `interruptible`. Within `with interruptible():`, SIGTERM has the effect that it had outside of this
-    block.
+    Yields a function `interruptible`. Within `with interruptible():`, SIGTERM has the same effect as outside this block.
     """
     before = _sigterm.deferred
     with _sigterm_deferred(True):
@@ -121,7 +120,7 @@ def terminate_process_group(
     child: subprocess.Popen,  # started with `start_new_session=True`
     patience: float = 10.0,  # seconds between SIGTERM and SIGKILL
 ) -> None:
-    """End a child process and everything it started in its session: SIGTERM first, SIGKILL if it is still running."""
+    """End a child process and all processes of its session: send SIGTERM to the child, then SIGKILL to all that remain."""
     if child.poll() is None:
         child.send_signal(signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -137,19 +136,19 @@ _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 def die_with_parent(
     parent: int,  # process id of the parent
 ) -> Callable[[], None]:
-    """Return a function that a child process calls so that Linux kills it when its parent dies."""
+    """Return a function for a child process to call, after which Linux kills the child when its parent ends."""
 
     def request_kill() -> None:
-        """Ask Linux to kill this process when its parent dies."""
+        """Make Linux kill this process when its parent ends."""
         if _LIBC is not None:
             _LIBC.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-            if os.getppid() != parent:  # the parent died before the request
+            if os.getppid() != parent:  # the parent ended before the request
                 os._exit(1)
 
     return request_kill
 
 # %% ../../nbs/02_core/02_machine.ipynb #2fdb9ebd
-_FOREIGN_SETTINGS = {  # prefix of a variable's name -> our setting for the same purpose
+_FOREIGN_SETTINGS = {  # prefix of an environment variable -> our setting for the same purpose
     "ACCELERATE_GRADIENT_ACCUMULATION": "`update_batch`",
     "ACCELERATE_MIXED_PRECISION": "`dtype`",
     "ACCELERATE_DYNAMO_": "`compile`",
@@ -191,10 +190,12 @@ def changes_training(
     prefixes = tuple(_FOREIGN_SETTINGS)
     if compile:
         prefixes += _COMPILER_SWITCHES
+    if not name.startswith(prefixes) or name in _HARMLESS_VARIABLES:
+        return False
     is_neutral = value.strip().lower() in _NEUTRAL_VALUES
     if name.endswith(("_STEPS", "_SIZE", "_DEGREE")):
         is_neutral |= value.strip() == "1"
-    return name.startswith(prefixes) and name not in _HARMLESS_VARIABLES and not is_neutral
+    return not is_neutral
 
 
 def check_environment(
@@ -217,15 +218,15 @@ def check_environment(
 
 @contextlib.contextmanager
 def without_foreign_settings() -> Iterator[None]:
-    """Unset the environment variables of accelerate and other libraries within this block, whatever their values."""
+    """Unset the environment variables that configure accelerate and other libraries within this block."""
     prefixes = tuple(_FOREIGN_SETTINGS)
-    hidden = {name: value for name, value in os.environ.items() if name.startswith(prefixes)}
-    for name in hidden:
+    removed = {name: value for name, value in os.environ.items() if name.startswith(prefixes)}
+    for name in removed:
         del os.environ[name]
     try:
         yield
     finally:
-        os.environ.update(hidden)
+        os.environ.update(removed)
 
 # %% ../../nbs/02_core/02_machine.ipynb #0dc45e22
 def library_versions() -> dict[str, str]:  # name -> version
@@ -246,21 +247,21 @@ def library_versions() -> dict[str, str]:  # name -> version
 def installed_packages() -> list[str]:  # such as torch==2.9.0, sorted by name
     """List every package that this Python can import, with its version."""
     versions = {}
-    # Python imports the first of several copies, so the first overwrites the others here.
+    # If there are several copies of a package, Python imports the first, so the first is stored last.
     for package in reversed([*distributions()]):
         name = (package.metadata["Name"] or "").lower().replace("_", "-")
         versions[name] = package.version
     return [f"{name}=={number}" for name, number in sorted(versions.items()) if name]
 
 
-def package_lists(run: str | Path) -> list[Path]:  # empty for runs of earlier versions
-    """Return the paths of the package lists in a run folder, the newest last."""
+def package_lists(run: str | Path) -> list[Path]:  # empty if an earlier version made the run
+    """Return the paths of the package lists in a run folder, packages.txt and packages-2.txt and so on, the newest last."""
     files = Path(run).glob("packages*.txt")
     return sorted(files, key=lambda file: (len(file.name), file.name))  # -2 before -10
 
 
 def record_packages(run: Path) -> None:
-    """Write the list of installed packages into a run folder, unless its newest list is the same."""
+    """Write a list of the installed packages into a run folder, unless its newest list is the same."""
     text = "\n".join(installed_packages()) + "\n"
     lists = package_lists(run)
     if not lists or lists[-1].read_text(encoding="utf-8") != text:
@@ -271,11 +272,11 @@ def record_packages(run: Path) -> None:
 # %% ../../nbs/02_core/02_machine.ipynb #a930d0ba
 def current_git_commit(
     folder: Path = Path(chunk_grpo.__file__).parent,  # folder of a package
-) -> str | None:  # None without version control
-    """Return the git commit of the code in a folder, with the suffix `-dirty` if tracked files in it were changed."""
+) -> str | None:  # None if git is missing or does not track the folder
+    """Return the git commit of the code in a folder, with the suffix `-dirty` if tracked files in it have changed."""
 
     def git(*arguments: str) -> subprocess.CompletedProcess:
-        """Run git in the folder and return its result, even if it fails."""
+        """Run git in the folder and return the finished process, even if git failed."""
         command = ["git", "-C", str(folder), *arguments]
         return subprocess.run(command, capture_output=True, text=True, check=False)
 
@@ -310,7 +311,7 @@ def machine_info() -> dict:  # keys: system, processor, cores, memory_gb, gpus
 
 # %% ../../nbs/02_core/02_machine.ipynb #492f4241
 def use_full_float32() -> None:
-    """Turn TF32 off in this process, so that float32 convolutions and matrix products have full precision on CUDA."""
+    """Disable TF32 in this process, so that float32 convolutions and matrix products have full precision on CUDA."""
     import torch
 
     torch.backends.cudnn.allow_tf32 = False
@@ -318,7 +319,7 @@ def use_full_float32() -> None:
 
 # %% ../../nbs/02_core/02_machine.ipynb #dev0002
 def nvidia_driver() -> str | None:
-    """Return the version of the NVIDIA driver; None if no driver is loaded."""
+    """Return the version of the NVIDIA driver, or None if no driver is loaded."""
     file = Path("/proc/driver/nvidia/version")
     if not file.is_file():
         return None
@@ -327,21 +328,21 @@ def nvidia_driver() -> str | None:
 
 
 def explain_missing_gpu(
-    built_for: str | None,  # the CUDA version that torch was built for, `torch.version.cuda`
+    cuda_version: str | None,  # that torch was built for: `torch.version.cuda`; None: without CUDA
 ) -> str:
-    """Explain in words why torch sees no GPU."""
+    """Return the likely reason why torch sees no GPU, as part of a sentence."""
     driver = nvidia_driver()
-    if not built_for:
+    if not cuda_version:
         return "this build of torch has no CUDA"
     if driver is None:
         return "no NVIDIA driver is loaded"
-    return f"driver {driver} may be too old for CUDA {built_for}, or CUDA_VISIBLE_DEVICES hides the GPUs"
+    return f"driver {driver} may be too old for CUDA {cuda_version}, or CUDA_VISIBLE_DEVICES hides the GPUs"
 
 
 def choose_device(
     device: str,  # auto, cpu or cuda, as in the setting `device`
 ) -> str:
-    """Choose the kind of device that a policy runs on, "cpu" or "cuda".
+    """Return the kind of device that a policy runs on, "cpu" or "cuda".
 
     Raises InputError if `device` is cuda and torch sees no GPU.
     """
@@ -352,6 +353,6 @@ def choose_device(
     if torch.cuda.is_available():
         return "cuda"
     if device == "cuda":
-        why = explain_missing_gpu(torch.version.cuda)
-        raise InputError(f"`device` must be auto or cpu if torch sees no GPU ({why}); got cuda")
+        reason = explain_missing_gpu(torch.version.cuda)
+        raise InputError(f"`device` must be auto or cpu if torch sees no GPU ({reason}); got cuda")
     return "cpu"

@@ -55,26 +55,26 @@ _SIZES_REQUIREMENT = f"{_SIZE_REQUIREMENT}; or a list of several [height, width]
 def _check_resolution(value: Any) -> int | tuple[int, int]:
     """Check one image size and return its side length, or (height, width) if these differ.
 
-    Raises ValueError for anything else.
+    Raises ValueError if the value is not an image size.
     """
     sides = value if isinstance(value, (list, tuple)) else (value, value)
-    are_sides = [
+    are_valid = [
         type(side) is int and 16 <= side <= _LARGEST_SIDE and side % 16 == 0 for side in sides
     ]
-    if are_sides != [True, True]:
+    if are_valid != [True, True]:
         raise ValueError(f"be {_SIZE_REQUIREMENT}")
     height, width = sides
     return height if height == width else (height, width)
 
 
 def _check_resolutions(value: Any) -> int | tuple:
-    """Check one image size or a list of them; return one as `_check_resolution` does, or a tuple of (height, width).
+    """Check one image size or a list of sizes; return what `_check_resolution` returns, or a tuple of (height, width).
 
-    Raises ValueError for anything else.
+    Raises ValueError if the value is neither.
     """
-    is_list = isinstance(value, (list, tuple))
+    is_list = isinstance(value, (list, tuple)) and len(value) > 0
     try:
-        if not (is_list and value and all(isinstance(size, (list, tuple)) for size in value)):
+        if not is_list or not all(isinstance(size, (list, tuple)) for size in value):
             return _check_resolution(value)
         sizes = [_check_resolution(size) for size in value]
     except ValueError:
@@ -87,8 +87,8 @@ def _check_resolutions(value: Any) -> int | tuple:
 
 def image_size(
     resolution: int | Sequence[int],  # side length of a square, or (height, width), in pixels
-) -> tuple[int, int]:  # height and width, in pixels
-    """Return the height and width that a `resolution` describes."""
+) -> tuple[int, int]:  # (height, width), in pixels
+    """Return the height and width of a single size, such as the setting `eval_resolution`."""
     if isinstance(resolution, int):
         return resolution, resolution
     height, width = resolution
@@ -98,7 +98,7 @@ def image_size(
 def training_sizes(
     settings: "Settings",
 ) -> tuple[int | tuple[int, int], ...]:  # each a side length, or (height, width), in pixels
-    """Return the sizes of the training images, in the order of `resolution`."""
+    """Return the sizes of the training images, in the order of the setting `resolution`; there may be only one."""
     resolution: Any = settings.resolution
     if isinstance(resolution, int) or isinstance(resolution[0], int):
         return (resolution,)
@@ -108,7 +108,7 @@ def training_sizes(
 def format_resolution(
     resolution: int | Sequence,  # value of the setting `resolution`
 ) -> str:  # "720 px", "768 x 1024 px (height x width)", or several sizes
-    """Format a `resolution` as text, with its unit."""
+    """Format one image size or several as text, with the unit."""
     if not isinstance(resolution, int) and not isinstance(resolution[0], int):
         sizes = dict.fromkeys(f"{height} x {width}" for height, width in resolution)
         return f"{', '.join(sizes)} px (height x width)"
@@ -266,10 +266,7 @@ class _SamplingSettings(BaseModel):
 
 # %% ../../nbs/02_core/04_settings.ipynb #29be7132
 def _format_sizes(value: Any) -> Any:
-    """Format chunk sizes as a string: a list becomes a string such as "2,3,4,7", and a string loses its spaces.
-
-    Other values are returned unchanged.
-    """
+    """Return chunk sizes as a string without spaces, such as "2,3,4,7"; return a value of another type unchanged."""
     sizes = value if isinstance(value, (list, tuple)) else [value]
     if sizes and all(type(size) is int for size in sizes):
         return ",".join(map(str, sizes))
@@ -280,7 +277,7 @@ _SizesText = Annotated[_Text, BeforeValidator(_format_sizes)]
 
 
 class _ChunkSettings(BaseModel):
-    """Which transitions share a ratio, which are trained, and how many images an iteration samples."""
+    """How transitions are grouped into chunks, which are trained, and how many images are sampled per iteration."""
 
     method: _Text = setting(
         "chunk",
@@ -410,7 +407,7 @@ class _ChunkSettings(BaseModel):
 
 # %% ../../nbs/02_core/04_settings.ipynb #fea55ba5
 class _OptimizerSettings(BaseModel):
-    """How a gradient becomes an update, and where weights, moments and trajectories are stored."""
+    """The objective, the optimizer, and where weights, moments and trajectories are stored."""
 
     learning_rate: float = setting(1e-5, "", _TABLE_6, "Learning rate of AdamW.", gt=0)
     lr_scheduler: _Text = setting(
@@ -702,7 +699,7 @@ ALARMS = (
 
 
 class _RewardSettings(BaseModel):
-    """The rewards, how a run is evaluated, and what it writes."""
+    """The rewards, how a run is evaluated, and which files it writes."""
 
     reward: str | dict[str, float] = setting(
         "hpsv3",
@@ -818,31 +815,31 @@ def _require(
     settings: "Settings",  # the settings that must satisfy the rule
     name: str,  # the setting that the rule is about
     condition: object,  # true if the rule holds
-    requirement: str,  # continues the sentence "`name` must ..."
-    value: str = "",  # the value to show in the sentence; empty: the value of the setting
+    requirement: str,  # what the setting must do; continues the sentence "`name` must ..."
+    value: str = "",  # the value that the sentence shows; empty: the value of the setting
 ) -> None:
-    """Raise InputError with the requirement and the value unless the condition is true."""
+    """Raise InputError "`name` must `requirement`; got `value`" unless the condition is true."""
     if not condition:
         raise InputError(f"`{name}` must {requirement}; got {value or getattr(settings, name)}")
 
 
-def _with_suggestion(
+def _quote_with_suggestion(
     name: str,  # the name as the user wrote it
     names: Iterable[str],  # the allowed names
 ) -> str:
-    """Return the quoted name, followed by the most similar allowed name if one is close."""
+    """Return the name in quotes, and after it the most similar allowed name if one is similar enough."""
     similar_names = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     suggestion = f", did you mean {similar_names[0]}?" if similar_names else ""
     return repr(name[:80]) + suggestion
 
 
 def reward_weights(settings: "Settings") -> dict[str, float]:  # name -> weight
-    """Return the rewards used in training with their weights."""
+    """Return the weight of each reward that is used in training."""
     return {settings.reward: 1.0} if isinstance(settings.reward, str) else dict(settings.reward)
 
 
 def evaluated_rewards(settings: "Settings") -> tuple[str, ...]:
-    """Return the names of the rewards that score held-out prompts."""
+    """Return the names of the rewards that score the images of held-out prompts."""
     return settings.eval_rewards or tuple(reward_weights(settings))
 
 
@@ -862,7 +859,7 @@ def uses_true_cfg(settings: "Settings") -> bool:
 
 
 def embedding_reward(settings: "Settings") -> str | None:
-    """Return the name of the first reward that can embed images in the training process; None if there is none."""
+    """Return the name of the first reward that can embed images in the training process, or None if there is none."""
     external_rewards = {
         name
         for name, options in settings.reward_options.items()
@@ -875,7 +872,7 @@ def embedding_reward(settings: "Settings") -> str | None:
 
 
 def _check_rewards(settings: "Settings") -> None:
-    """Raise InputError if a reward is unknown or has no weight above 0, or if its options are malformed or not used."""
+    """Raise InputError if a reward is unknown or its weight is not above 0, or if options are malformed or never used."""
     _require(settings, "reward", settings.reward, "name at least one reward", value="nothing")
     weights = reward_weights(settings)
     for name, weight in weights.items():
@@ -912,7 +909,7 @@ def _check_rewards(settings: "Settings") -> None:
             field,
             name in REWARD_LOADERS or ":" in name or has_url,
             f"be one of {', '.join(REWARD_LOADERS)}, or package.module:function, or a name with a `url` in `reward_options`",
-            value=_with_suggestion(name, REWARD_LOADERS),
+            value=_quote_with_suggestion(name, REWARD_LOADERS),
         )
 
 # %% ../../nbs/02_core/04_settings.ipynb #c0de0002
@@ -921,52 +918,56 @@ METHODS = read_yaml_file(PRESETS_DIR / "methods.yaml", "the table of methods")
 
 
 def named_code(settings: "Settings") -> list[str]:  # such as ["file.py:Class"]
-    """Return the values of `family`, `method`, `chunks` and `surrogate` that name code instead of a built-in choice."""
+    """Return those values of `family`, `method`, `chunks` and `surrogate` that name a function or class to import."""
     values = (settings.family, settings.method, settings.chunks, settings.surrogate)
     return [value for value in values if re.fullmatch(r".*\D:[A-Za-z_]\w*", value)]
 
 
-def _with_absolute_file(
-    name: object,  # the value of a setting, which may be code as file.py:name
+def _resolve_code_file(
+    value: object,  # the value of a setting, which may name code as file.py:name
     folder: Path,  # folder to search for the file before the working directory
-    always: bool = True,  # False: keep the name as written if the working directory has the file
+    always: bool = True,  # False: return the value unchanged if the working directory has the file
 ) -> Any:
-    """Return the name with the absolute path of its file if that file exists; otherwise return it unchanged."""
-    file, _, attribute = name.rpartition(":") if isinstance(name, str) else ("", "", "")
+    """Return the value with the absolute path of its code file, or unchanged if it names no file that exists."""
+    if not isinstance(value, str):
+        return value
+    file, _, name = value.rpartition(":")
     if file.endswith(".py"):
         for candidate in (folder / file, Path(file)):
             if candidate.is_file():
                 if not always and candidate.resolve() == Path(file).resolve():
-                    return name
-                return f"{candidate.resolve()}:{attribute}"
-    return name
+                    return value
+                return f"{candidate.resolve()}:{name}"
+    return value
 
 
 def resolve_code_files(
     values: Mapping,  # setting -> value
     folder: Path = Path(),  # folder to search for code files before the working directory
 ) -> dict:  # setting -> value
-    """Replace the code files that settings name by their absolute paths.
+    """Return the settings with the absolute paths of the code files that they name.
 
-    The name of a reward is also the name of its scores, so it is kept as written if the working directory has its file.
+    The name of a reward is also the name of its scores, so it is unchanged if the working directory has its file.
     """
 
     def resolve_reward(name: object) -> Any:
-        """Return the name of a reward, with an absolute path only if its file is not in the working directory."""
-        return _with_absolute_file(name, folder, always=False)
+        """Return the name of a reward, with an absolute path unless its file is in the working directory."""
+        return _resolve_code_file(name, folder, always=False)
 
     resolved = dict(values)
     for field in ("family", "method", "chunks", "surrogate"):
         if field in resolved:
-            resolved[field] = _with_absolute_file(resolved[field], folder)
+            resolved[field] = _resolve_code_file(resolved[field], folder)
     for field in ("reward", "reward_options", "eval_rewards"):
         value = resolved.get(field)
         if isinstance(value, Mapping):
-            # `reward: {name: file.py:function, ...}` has the reward's name as a value, other mappings have it as a key.
-            resolved[field] = {
-                resolve_reward(key): resolve_reward(entry) if key == "name" else entry
-                for key, entry in value.items()
-            }
+            # A reward's name is a key, except in `reward: {name: file.py:function, ...}`, where it is a value.
+            entries = {}
+            for key, entry in value.items():
+                if key == "name":
+                    entry = resolve_reward(entry)
+                entries[resolve_reward(key)] = entry
+            resolved[field] = entries
         elif isinstance(value, (list, tuple)):
             resolved[field] = [resolve_reward(name) for name in value]
         elif isinstance(value, str):
@@ -974,24 +975,24 @@ def resolve_code_files(
     return resolved
 
 
-def _expand_method(
+def _expand_method_preset(
     values: dict,  # setting -> value
     folder: Path = Path(),  # folder to search for code files before the working directory
-    keep_name: bool = False,  # keep the preset's name, so that changes can be applied to the values
+    keep_name: bool = False,  # True: `method` remains the preset's name, as merging changes needs
 ) -> dict:  # setting -> value
-    """Add the settings of the method preset to the values, and name code files by absolute path."""
+    """Return the values with the settings of their method preset added and absolute paths of code files."""
     method = values.get("method")
     if isinstance(method, str) and method in METHODS:
         preset = METHODS[method]
-        # A preset without a class is a combination of settings: written out, it is the method "chunk".
+        # A preset without a class only combines settings of the method "chunk".
         if not keep_name and "class" not in preset:
             method = "chunk"
         values = preset.get("settings", {}) | values | {"method": method}
     return resolve_code_files(values, folder)
 
 # %% ../../nbs/02_core/04_settings.ipynb #fd295e10
-def _trains_all_chunks(settings: "Settings") -> bool:
-    """Return True if every chunk is trained; also False for a user's method, whose choice of chunks is not known."""
+def _are_all_chunks_trained(settings: "Settings") -> bool:
+    """Return True if every chunk of an image is trained; False too for a user's method, which may choose otherwise."""
     if ":" in settings.method:
         return False
     if settings.chunk_rule.kind != "fixed" or settings.chunk_fraction == 1:
@@ -1000,52 +1001,52 @@ def _trains_all_chunks(settings: "Settings") -> bool:
     return max(1, int(count * settings.chunk_fraction)) == count
 
 
-def _idle_settings(
+def _find_settings_without_effect(
     settings: "Settings",
-) -> dict[str, str]:  # name -> reason, as the end of a sentence
-    """Return the settings whose value has no effect on training, each with the reason."""
+) -> dict[str, str]:  # setting -> reason, the end of the sentence "`name` must stay VALUE ..."
+    """Find the settings that have no effect on this run's training, each with the reason."""
     unused = METHODS.get(settings.method, {}).get("unused", ())
-    idle = {name: f"with {settings.method}, which does not use it" for name in unused}
+    reasons = {name: f"with {settings.method}, which does not use it" for name in unused}
     if not settings.kl:
-        idle["anchor"] = "without a KL term (`kl` 0)"
+        reasons["anchor"] = "without a KL term (`kl` 0)"
     if ":" in settings.method:
-        return idle
+        return reasons
     kind = settings.surrogate.partition(":")[0]
     names_function = settings.surrogate.partition(":")[2].isidentifier()
     if kind == "asymmetric":
-        idle["clip_range"] = "with `surrogate` asymmetric:LOW:HIGH, which has ranges of its own"
+        reasons["clip_range"] = "with `surrogate` asymmetric:LOW:HIGH, which has ranges of its own"
     elif kind != "clip" and not names_function:
-        idle["clip_range"] = f"with `surrogate` {settings.surrogate}, which does not clip"
+        reasons["clip_range"] = f"with `surrogate` {settings.surrogate}, which does not clip"
     if settings.updates_per_iteration == 1 and not names_function:
         reason = "if `updates_per_iteration` is 1, because an on-policy update has the same gradient for every value"
-        idle["surrogate"] = reason
+        reasons["surrogate"] = reason
         if settings.statistic == "centred":
-            idle["statistic"] = reason
+            reasons["statistic"] = reason
     if settings.chunk_rule.kind == "fixed" and len(settings.chunk_rule.chunks) == 1:
-        idle["train_chunks"] = "if an image has only one chunk"
+        reasons["train_chunks"] = "if an image has only one chunk"
         if settings.chunk_fraction < 1:
-            idle["chunk_fraction"] = idle["train_chunks"]
+            reasons["chunk_fraction"] = reasons["train_chunks"]
         group_shares_state = settings.sharing == "group" or (
             settings.shared_noise and not settings.noise_spread
         )
         if group_shares_state and settings.credit not in ("batch", "scale"):
-            idle["credit_of"] = (
+            reasons["credit_of"] = (
                 "if all images of a group start from one state, because gains then differ as rewards do"
             )
         if settings.window == "all":
-            idle["step_weights"] = (
+            reasons["step_weights"] = (
                 "if one chunk holds all transitions, because their mean weight is 1"
             )
-    return idle
+    return reasons
 
 
-def _check_idle_settings(
+def _check_settings_without_effect(
     settings: "Settings",  # settings of the run
     chosen: set[str],  # names of the settings that the user chose for this method
-    preset: dict,  # settings of the method's preset
+    preset: dict,  # settings of the method's preset: name -> value
 ) -> None:
-    """Raise InputError if a setting that the user changed from its default or the preset's value has no effect."""
-    for name, reason in _idle_settings(settings).items():
+    """Raise InputError if the user chose a setting that has no effect, with neither its default nor the preset's value."""
+    for name, reason in _find_settings_without_effect(settings).items():
         default = Settings.model_fields[name].default
         value = getattr(settings, name)
         if name in chosen and value not in (default, preset.get(name)):
@@ -1056,9 +1057,9 @@ def _check_idle_settings(
 
 
 def lr_schedule(settings: "Settings") -> tuple[str, int]:  # diffusers' name, number of cycles
-    """Parse `lr_scheduler` into the name of the schedule and its number of cycles, 1 if it has no restarts.
+    """Parse `lr_scheduler` into the name of the schedule and its number of cycles, which is 1 without restarts.
 
-    Raises InputError if it is malformed.
+    Raises InputError if `lr_scheduler` is malformed.
     """
     match = re.fullmatch(
         r"(constant|linear|cosine)|(cosine_with_restarts):([2-9]|[1-9][0-9]{1,4})",
@@ -1097,7 +1098,7 @@ def _check_learning_rates(settings: "Settings") -> None:
         settings,
         "lr_warmup_iterations",
         falling_iterations > 0,
-        f"leave iterations in which the learning rate falls: be below {last}",
+        f"be below {last}, so that the learning rate falls in at least one iteration",
     )
     _require(
         settings,
@@ -1121,14 +1122,14 @@ def _check_attention(settings: "Settings") -> None:
         "attention",
         settings.attention in names,
         f"be one of {', '.join(names)}",
-        value=_with_suggestion(settings.attention, names),
+        value=_quote_with_suggestion(settings.attention, names),
     )
 
 
 def _check_combinations(settings: "Settings") -> None:
-    """Raise InputError if settings contradict each other.
+    """Raise InputError if settings contradict each other, checking those rules that need no torch.
 
-    Only an `attention` other than native makes this import torch.
+    It imports torch only if `attention` is not native.
     """
     updates = settings.updates_per_iteration
     images = settings.images_per_prompt
@@ -1342,7 +1343,7 @@ def _check_merge(settings: "Settings") -> None:
 
 
 def _check_method(settings: "Settings") -> None:
-    """Raise InputError if the method, sharing, chunks, surrogate, sampler and noise level do not fit together."""
+    """Raise InputError if the method, sharing, chunks, surrogate, sampler and noise level contradict each other."""
     from chunk_grpo.theory import chunks, sampler, sharing, surrogates
     from chunk_grpo.theory.windows import Window
 
@@ -1353,10 +1354,10 @@ def _check_method(settings: "Settings") -> None:
         settings.method in METHODS or is_code,
         "be one that `chunk-grpo methods` lists, such as steps, mix or nft, or code as file.py:name or "
         "package.module:name",
-        value=_with_suggestion(settings.method, METHODS),
+        value=_quote_with_suggestion(settings.method, METHODS),
     )
 
-    # Which states the images of a group share, and what an advantage is assigned to.
+    # Which states the images of a group share, and what gets an advantage.
     shared = sharing.Sharing.parse(settings.sharing)
     # Raises InputError if the group is too small for this sharing
     shared.noise_owners(settings.images_per_prompt, settings.steps)
@@ -1399,9 +1400,11 @@ def _check_method(settings: "Settings") -> None:
         "be 0 unless `chunks` or `chunk_weighting` depend on the profile",
     )
 
-    # What follows the window.
+    # The ODE that completes an image after the window.
     is_list = re.fullmatch(r"1(,[1-9]\d{0,3})*", settings.completion_strides)
-    strides = [int(text) for text in settings.completion_strides.split(",")] if is_list else None
+    strides = None
+    if is_list:
+        strides = [int(text) for text in settings.completion_strides.split(",")]
     _require(
         settings,
         "completion_strides",
@@ -1418,11 +1421,11 @@ def _check_method(settings: "Settings") -> None:
     )
     _check_merge(settings)
 
-    # How chunks are chosen, and what is maximised.
+    # How chunks are sampled, and the objective.
     _require(
         settings,
         "chunk_weighting",
-        settings.chunk_weighting == "uniform" or not _trains_all_chunks(settings),
+        settings.chunk_weighting == "uniform" or not _are_all_chunks_trained(settings),
         "be uniform if every chunk of an image is trained, because none is sampled",
         value=repr(settings.chunk_weighting),
     )
@@ -1442,7 +1445,8 @@ def _check_method(settings: "Settings") -> None:
         f"be above 0 and at most {max_eta:.4g} with the sampler {settings.sampler}",
         value=f"{settings.eta:g}",
     )
-    _ = settings.train_chunk_numbers  # raises if `chunks` or `train_chunks` is malformed
+    # Raises InputError if `chunks` or `train_chunks` is malformed.
+    _ = settings.train_chunk_numbers
     is_named = settings.step_weights in ("one", *surrogates.STEP_WEIGHTS)
     if not is_named and settings.method == "chunk":
         try:
@@ -1455,9 +1459,9 @@ def _check_method(settings: "Settings") -> None:
 
 # %% ../../nbs/02_core/04_settings.ipynb #b4d4b7ef
 def method_label(settings: Any) -> str:  # "steps", "chunk", "chunk+ws", or the name of a class
-    """Return a label for a run's method, by which figures choose its colour.
+    """Return a label for a run's method; figures choose a colour by it.
 
-    The paper's method is labelled by its chunks and weighting, any other method by its name.
+    The label of the paper's method depends on its chunks and weighting; the label of any other method is its name.
     """
     method = getattr(settings, "method", "chunk")
     if method != "chunk":
@@ -1487,7 +1491,7 @@ class Settings(_RewardSettings, _OptimizerSettings, _ChunkSettings, _SamplingSet
 
     @property
     def transitions(self) -> int:
-        """Return the number of transitions that may be trained: all but the last, or those of a window after merging.
+        """Return the number of trainable transitions: all but the last, or those of the window after merging.
 
         Raises InputError if `window` is malformed.
         """
@@ -1500,14 +1504,14 @@ class Settings(_RewardSettings, _OptimizerSettings, _ChunkSettings, _SamplingSet
 
     @property
     def chunk_rule(self) -> "ChunkRule":
-        """Parse `chunks` into the rule that determines the chunks."""
+        """Parse the setting `chunks`; raise InputError if it is malformed."""
         from chunk_grpo.theory.chunks import ChunkRule
 
         return ChunkRule.parse(self.chunks, self.transitions, self.method == "chunk")
 
     @property
     def train_chunk_numbers(self) -> tuple[int, ...] | None:
-        """Return the numbers of the chunks that may be trained, counted from 0; None for all.
+        """Return the numbers of the chunks that may be trained, counted from 0, or None if these are all chunks.
 
         Raises InputError if `chunks` or `train_chunks` is malformed.
         """
@@ -1524,31 +1528,31 @@ class Settings(_RewardSettings, _OptimizerSettings, _ChunkSettings, _SamplingSet
             value=repr(self.train_chunks),
         )
         count = len(rule.chunks) if rule.chunks else min(dynamics.DEFAULT_CHUNKS, self.transitions)
-        # A class may train the last transition too, and checks the number itself.
+        # A method's class may also train the last transition; it checks the numbers itself.
         if self.method != "chunk" and self.chunks == "steps":
             count = self.steps
         return tuple(chunks.parse_chunk_numbers(self.train_chunks, count))
 
     @model_validator(mode="after")
     def _check_rules(self) -> "Settings":
-        """Check the rules between fields, those that import torch last."""
+        """Raise InputError if a rule between fields is violated; check the rules that import torch last."""
         for rule in (_check_rewards, _check_combinations, _check_method):
             rule(self)
         return self
 
 # %% ../../nbs/02_core/04_settings.ipynb #22e10569
-# Values with at least this many settings were written by a run, of this version or of an earlier one with fewer
-# settings: nobody chooses so many by hand.
+# If there are at least this many values, a run of this version or an earlier one wrote them: no user sets so many by
+# hand.
 _COMPLETE_SETTINGS_COUNT = 84
 
 
-def _preset_settings(
+def _method_preset_settings(
     values: Mapping,  # setting -> value
 ) -> dict:  # setting -> value
-    """Return the settings of the method preset that the values use; empty if they use none.
+    """Return the settings of the method preset that the values name, or {} if they name none.
 
-    Complete settings have the method "chunk" whatever preset they came from. For them, return the settings of all
-    presets that they agree with.
+    Complete settings, as a run writes them, have the method "chunk" even if the user chose a preset. For them, return
+    the settings of all presets that they agree with.
     """
     method = values.get("method", "chunk")
     if method != "chunk" or len(values) < _COMPLETE_SETTINGS_COUNT:
@@ -1564,21 +1568,21 @@ def _preset_settings(
 
 
 def _is_method_option(name: object) -> bool:
-    """Return True if a name stands for options of the method's class, such as `method.upper` or `method_options`."""
+    """Return True if a setting holds options of the method's class: `method_options`, or one such as `method.upper`."""
     return isinstance(name, str) and (name == "method_options" or name.startswith("method."))
 
 
-def _apply_changes(
+def _merge_changes(
     values: dict,  # setting -> value
     changes: dict,  # setting -> new value
 ) -> dict:  # setting -> value
-    """Apply changes to settings; if the method changes, drop its options and the settings of its preset first."""
+    """Return the values with changes; if the method changes, the old one's options and preset settings are removed first."""
     method = changes.get("method", values.get("method"))
     changes_method = method != values.get("method", "chunk")
     if changes_method or "method_options" in changes:
         values = {name: value for name, value in values.items() if not _is_method_option(name)}
     if changes_method or ("method" in changes and method == "chunk"):
-        preset = _preset_settings(values)
+        preset = _method_preset_settings(values)
         values = {
             name: value
             for name, value in values.items()
@@ -1598,23 +1602,22 @@ def list_presets() -> list[str]:  # such as "pocket/demo"
 
 
 def find_settings_file(source: str | Path) -> Path:
-    """Return the path of a settings file or of a preset; raise InputError that suggests a preset if there is none."""
+    """Return the path of a settings file or of a preset; raise InputError, which suggests a preset, if there is neither."""
     for path in (Path(source), PRESETS_DIR / f"{source}.yaml"):
         if path.is_file():
             return path
     names = list_presets()
     similar = difflib.get_close_matches(str(source), names, n=1, cutoff=0.5)
-    hint = (
-        f"did you mean {similar[0]}?"
-        if similar
-        else f"the presets are {', '.join(names) or 'none'}"
-    )
+    if similar:
+        hint = f"did you mean {similar[0]}?"
+    else:
+        hint = f"the presets are {', '.join(names) or 'none'}"
     raise InputError(
         f"settings must be a YAML file or the name of a preset; {str(source)!r} is neither; {hint}"
     )
 
 
-# Configurations of other programs that users pass by mistake, and the keys by which we recognise them.
+# Other programs whose configuration users pass by mistake, and the keys that identify it.
 _FOREIGN_SETTINGS = {
     "accelerate": (
         "compute_environment",
@@ -1647,17 +1650,17 @@ _FOREIGN_SETTINGS = {
 }
 
 
-def _settings_chosen_in_file(source: str | Path) -> set[str]:
-    """Return the names of all settings in a file if it chooses a method; otherwise return an empty set."""
+def _settings_named_in_file(source: str | Path) -> set[str]:
+    """Return the names of all settings in a file if it sets `method`; otherwise return an empty set."""
     values = read_yaml_file(find_settings_file(source), "the settings file")
     return {*values} if "method" in values else set()
 
 
 def read_settings_file(source: str | Path) -> dict:  # setting -> value
-    """Read the values of a settings file, merged into those of the preset that its `like` names.
+    """Read the values of a settings file, and add those of the preset that its `like` names.
 
-    Raises InputError if there is no such file, if it is the configuration of another program, or if `like` names
-    no other preset.
+    Raises InputError if the file does not exist, if it is the configuration of another program, or if `like` does not
+    name another preset.
     """
     path = find_settings_file(source)
     values = read_yaml_file(path, "the settings file")
@@ -1669,7 +1672,7 @@ def read_settings_file(source: str | Path) -> dict:  # setting -> value
                 f"the configuration of {kind}; `chunk-grpo presets` lists settings files, and "
                 "processes and machines are options of `chunk-grpo train`"
             )
-    values = _expand_method(values, path.parent, keep_name=True)
+    values = _expand_method_preset(values, path.parent, keep_name=True)
     if "like" not in values:
         return values
     base = values.pop("like")
@@ -1677,11 +1680,11 @@ def read_settings_file(source: str | Path) -> dict:  # setting -> value
         raise InputError(
             f"`like` in {path} must name another preset, such as paper/chunk; got {format_value(base)}"
         )
-    return _apply_changes(read_settings_file(base), values)
+    return _merge_changes(read_settings_file(base), values)
 
 # %% ../../nbs/02_core/04_settings.ipynb #b95e34da
 def _split_reward_options(values: dict) -> dict:  # setting -> value
-    """Split a reward that has options into its name and `reward_options`.
+    """Return the values with the options of `reward` moved to `reward_options`.
 
     `reward: {name: hpsv3, backend: package}` becomes `reward: hpsv3` and `reward_options: {hpsv3: {backend: package}}`.
     """
@@ -1699,23 +1702,26 @@ def _split_reward_options(values: dict) -> dict:  # setting -> value
 
 
 def _split_method_options(values: dict) -> dict:  # setting -> value
-    """Move each `method.NAME` into `method_options`.
+    """Return the values with each `method.NAME` moved into `method_options`.
 
     `method.upper: 2` becomes `method_options: {upper: 2}`.
     """
-    single_options = {name: value for name, value in values.items() if name.startswith("method.")}
     options = values.get("method_options", {})
-    if not single_options or not isinstance(options, dict):
+    has_single_options = any(name.startswith("method.") for name in values)
+    if not has_single_options or not isinstance(options, dict):
         return values
-    options = options | {
-        name.removeprefix("method."): value for name, value in single_options.items()
-    }
-    rest = {name: value for name, value in values.items() if name not in single_options}
-    return rest | {"method_options": options}
+    options = dict(options)
+    other_settings = {}
+    for name, value in values.items():
+        if name.startswith("method."):
+            options[name.removeprefix("method.")] = value
+        else:
+            other_settings[name] = value
+    return other_settings | {"method_options": options}
 
 
 def _parse_overrides(texts: Sequence[str]) -> dict[str, Any]:  # setting -> value
-    """Parse overrides of the form `name=value`, with the value in YAML; raise InputError if one has another form."""
+    """Parse overrides of the form `name=value` with a value in YAML; raise InputError if one has another form."""
     for text in texts:
         if not re.match(r"(method\.)?\w+\s*=", text):
             raise InputError(f"an override must have the form name=value; got {text!r}")
@@ -1732,45 +1738,45 @@ def _parse_overrides(texts: Sequence[str]) -> dict[str, Any]:  # setting -> valu
 )
 def load_settings(
     source: str | Path | Mapping | Settings | tuple[()] = (),  # file, preset, mapping or settings
-    overrides: Mapping | Sequence[str] = (),  # take precedence: a mapping, or strings `name=value`
-    folder: Path = Path(),  # folder to search first for code files that the overrides name
+    overrides: Mapping | Sequence[str] = (),  # changes: a mapping, or strings `name=value`
+    folder: Path = Path(),  # folder to search for the overrides' code files before the working one
 ) -> Settings:
-    """Load settings from a file, a preset, a mapping or other settings, apply the overrides, and check them.
+    """Load settings from a file, a preset, a mapping or other settings, apply the overrides, and check the result.
 
-    Raises InputError with one sentence that names the field, its value and what is allowed. Setting a field that the
-    chosen method ignores is also an error.
+    Raises InputError with one sentence that names the field, its value and what is allowed. An override of a setting
+    that has no effect with the chosen method is also an error.
     """
     if isinstance(source, BaseModel):
         values = source.model_dump()
     elif isinstance(source, (str, Path)):
         values = read_settings_file(source)
     else:
-        values = _expand_method(dict(source), keep_name=True)
+        values = _expand_method_preset(dict(source), keep_name=True)
     if not isinstance(overrides, Mapping):
         overrides = _parse_overrides(overrides)
     for name in values:
         if not isinstance(name, str):  # as in a file with `1: 2`
             raise InputError(f"the name of a setting must be a text; got {name!r}")
-    changes = _expand_method(dict(overrides), folder, keep_name=True)
+    changes = _expand_method_preset(dict(overrides), folder, keep_name=True)
 
-    # Complete settings were written out by a run, so nobody chose each of them for this method.
+    # A run writes complete settings, so the user did not choose each of them for this method.
     chosen = {*overrides}
     is_complete = len(values) >= _COMPLETE_SETTINGS_COUNT
     keeps_method = changes.get("method", values.get("method")) == values.get("method")
     if not is_complete and keeps_method:
         if isinstance(source, (str, Path)):
-            chosen |= _settings_chosen_in_file(source)
+            chosen |= _settings_named_in_file(source)
         elif "method" in source:
             chosen |= {*source}
 
-    values = _apply_changes(values, changes)
-    preset = _preset_settings(values)
+    values = _merge_changes(values, changes)
+    preset = _method_preset_settings(values)
     try:
-        values = _split_method_options(_split_reward_options(_expand_method(values)))
+        values = _split_method_options(_split_reward_options(_expand_method_preset(values)))
         settings = Settings.model_validate(values)
     except ValidationError as error:
         raise InputError(validation_message(error, Settings)) from None
-    _check_idle_settings(settings, chosen, preset)
+    _check_settings_without_effect(settings, chosen, preset)
     return settings
 
 # %% ../../nbs/02_core/04_settings.ipynb #468fdfef
@@ -1785,7 +1791,7 @@ RESUME_CHANGEABLE_FIELDS = (
 
 
 def dump_settings(settings: Settings) -> str:  # YAML, one line per field, all fields
-    """Return the settings as YAML that `load_settings` reads back as the same settings."""
+    """Format settings as YAML from which `load_settings` loads equal settings."""
     return dump_yaml(settings.model_dump(mode="json"))
 
 
@@ -1793,7 +1799,7 @@ def diff_settings(
     a: Settings,  # the first settings
     b: Settings,  # the second settings
 ) -> dict:  # name -> (value in a, value in b)
-    """Return the fields in which two settings differ, with both values."""
+    """Return the fields in which two settings differ, each with both values."""
     different = {}
     for name in Settings.model_fields:
         value_a = getattr(a, name)
@@ -1804,10 +1810,10 @@ def diff_settings(
 
 
 def check_resume(
-    old: Settings,  # settings of the run so far
-    new: Settings,  # settings with which it is resumed
+    old: Settings,  # settings with which the run began
+    new: Settings,  # settings with which it is to be resumed
 ) -> None:
-    """Raise InputError if resuming with the new settings would make it a different run."""
+    """Raise InputError if a field differs that may not change when a run is resumed, or if `iterations` falls."""
     changed = {
         name: values
         for name, values in diff_settings(old, new).items()
@@ -1825,16 +1831,16 @@ def check_resume(
         )
     if new_iterations > old_iterations and old.lr_scheduler != "constant" and not old.lr_iterations:
         raise InputError(
-            f"`iterations` must stay {old_iterations} when the run is resumed, whose learning rate "
-            f"(`lr_scheduler` {old.lr_scheduler}) falls to 0 in so many; got {new_iterations}"
+            f"`iterations` must stay {old_iterations} when the run is resumed, because its learning rate "
+            f"(`lr_scheduler` {old.lr_scheduler}) falls to 0 in that many iterations; got {new_iterations}"
         )
 
 # %% ../../nbs/02_core/04_settings.ipynb #93b18eb0
 def settings_table(
     settings: Settings,
 ) -> list[dict]:  # keys: name, value, unit, default, source, meaning
-    """List all settings for a report, one row per setting."""
-    # pydantic's type does not know what `setting` stores in a field.
+    """Return one row per setting, for the table of settings in a report."""
+    # Any, since pydantic's types do not declare what `setting` stores in a field.
     fields: Any = Settings.model_fields
     rows = []
     for name, field in fields.items():
@@ -1855,7 +1861,7 @@ def check_processes(
     settings: Settings,  # settings of the run
     processes: int,  # number of training processes
 ) -> None:
-    """Raise InputError unless the processes can share an iteration's prompts, and sharded weights, evenly."""
+    """Raise InputError unless the prompts of an iteration, and groups of sharded weights, divide evenly among the processes."""
     if processes < 1 or settings.prompts_per_iteration % processes:
         raise InputError(
             "`processes` must be at least 1 and divide `prompts_per_iteration` "

@@ -23,10 +23,10 @@ NORMAL_QUANTILE = 1.96  # half the width of a 95% interval, in standard errors
 # %% ../../nbs/02_core/03_statistics.ipynb #3f2b7a96
 def mean_se(
     values: Tensor,  # (n,)
-    labels: Sequence
-    | None = None,  # (n,), such as the prompt of each value; None: all are independent
-) -> tuple[float, float]:
-    """Compute the mean and its standard error, which is NaN for a single value.
+    # (n,), such as the prompt of each value; None: all values are independent
+    labels: Sequence | None = None,
+) -> tuple[float, float]:  # mean, standard error
+    """Compute the mean of values and its standard error, which is NaN for a single value.
 
     Values with the same label, such as images of one prompt, count as one independent value, see (e).
     """
@@ -49,7 +49,7 @@ def _bootstrap_interval(
     values: tuple[np.ndarray, ...],  # arrays (n,) that are resampled together
     statistic: Callable,  # function of these arrays and the keyword `axis`
 ) -> dict[str, float | None]:  # keys: se, lo, hi
-    """Bootstrap the standard error and 95% percentile interval of a statistic; all None for a single prompt."""
+    """Bootstrap the standard error and the 95% percentile interval of a statistic; all are None for a single prompt."""
     if len(values[0]) < 2:
         return {"se": None, "lo": None, "hi": None}
     result = stats.bootstrap(
@@ -77,9 +77,9 @@ def bootstrap_mean(
 def _scaled_deviations(
     values: np.ndarray,  # (n, m), scores of n prompts of one category, with m images each
 ) -> np.ndarray:  # (n,), zeros for one prompt
-    """Return each prompt's deviation from the category's mean, scaled by the factor lambda_c.
+    """Compute each prompt's deviation from its category's mean, scaled by the factor lambda_c.
 
-    The factor makes the variance of bootstrap draws that also resample images unbiased.
+    With this factor, bootstrap draws that also resample images have an unbiased variance.
     """
     means = values.mean(1)
     deviation = means - means.mean()
@@ -92,11 +92,11 @@ def _scaled_deviations(
 
 def _draw_category_means(
     values: np.ndarray,  # (n, m), scores of n prompts of one category, with m images each
-    deviations: np.ndarray,  # (n,), from `_scaled_deviations`; if n is 1, those of other categories
+    deviations: np.ndarray,  # from `_scaled_deviations`, (n,); if n is 1, those of other categories
     draws: int,  # number of bootstrap draws
     random: np.random.Generator,  # source of the random numbers
 ) -> np.ndarray:  # (draws,)
-    """Bootstrap the mean of a category by resampling its prompts and the images of each prompt."""
+    """Draw bootstrap samples of a category's mean by resampling its prompts and the images of each prompt."""
     n, m = values.shape
     image_deviations = values - values.mean(1, keepdims=True)
     prompts = random.integers(n, size=(draws, n))
@@ -113,9 +113,10 @@ def _draw_category_means(
 def _one_value_per_prompt(
     scores: Sequence[Sequence[float]],  # for each of n prompts, the scores of its images
 ) -> np.ndarray:  # (n,)
-    """Reduce the image scores of each prompt to one number (e).
+    """Reduce the image scores of each prompt to one number by equation (e).
 
-    The mean of these numbers is that of all images, and their standard error accounts for the different numbers of images.
+    The mean of these numbers is the mean over all images, and their standard error allows for prompts with different
+    numbers of images.
     """
     counts = np.array([len(prompt_scores) for prompt_scores in scores])
     means = np.array([np.mean(prompt_scores) for prompt_scores in scores])
@@ -124,16 +125,16 @@ def _one_value_per_prompt(
 
 # %% ../../nbs/02_core/03_statistics.ipynb #ae8de2c9
 def bootstrap_images(
-    values: np.ndarray | Sequence[Sequence[float]],  # (n, m); rows may differ in length
+    values: np.ndarray | Sequence[Sequence[float]],  # scores (n, m); rows may differ in length
     kinds: Sequence[str] | None = None,  # (n,), category of each prompt; None: all have the same
     weights: Mapping[str, float] | None = None,  # category -> weight, with sum 1; None: all equal
     draws: int = 4000,  # number of bootstrap draws
 ) -> dict[str, float | None]:  # keys: mean, n (prompts), se, lo, hi
-    """Compute the category-weighted mean with its standard error and 95% interval.
+    """Compute the weighted mean of the category means, with its standard error and 95% interval.
 
     `values` has one row per prompt and one number per image. Prompts are resampled within their category and images
-    within their prompt. The interval does not leave the range of the values. `se`, `lo` and `hi` are None for a
-    single prompt.
+    within their prompt. The interval is clipped to the range of the values. `se`, `lo` and `hi` are None for a single
+    prompt.
     """
     kinds = ["all"] * len(values) if kinds is None else list(kinds)
     lowest = min(map(np.min, values), default=0.0)
@@ -173,26 +174,33 @@ def bootstrap_images(
 
 # %% ../../nbs/02_core/03_statistics.ipynb #1a7124c8
 def bootstrap_ratio(
-    part: np.ndarray,  # (n,), l_p: number of objects with the property, such as lost ones
-    whole: np.ndarray,  # (n,), w_p: number of all objects; prompts with 0 are left out
-) -> dict[str, float | None]:  # keys: count, of, n (prompts with any), share, se, lo, hi
-    """Compute a share of counts (b) with its standard error and 95% interval over prompts.
+    counts: np.ndarray,  # (n,), l_p: per prompt, the objects with a property, such as lost objects
+    totals: np.ndarray,  # (n,), w_p: per prompt, all objects; prompts with 0 are left out
+) -> dict[
+    str, float | None
+]:  # keys: count, of (total), n (prompts with objects), share, se, lo, hi
+    """Compute the share of objects with a property (b), with its standard error and 95% interval over prompts.
 
-    The share is None if no prompt has objects; the error and the interval are None if fewer than two prompts have any.
+    The share is None if no prompt has objects; the error and the interval are None if fewer than two prompts have
+    objects.
     """
-    part, whole = part[whole > 0], whole[whole > 0]
-    count = int(part.sum())
-    total = int(whole.sum())
+    has_objects = totals > 0
+    counts = counts[has_objects]
+    totals = totals[has_objects]
+    count = int(counts.sum())
+    total = int(totals.sum())
     share = count / total if total else None
-    result = {"count": count, "of": total, "n": len(whole), "share": share}
-    return result | _bootstrap_interval((part, whole), lambda a, b, axis: a.sum(axis) / b.sum(axis))
+    result = {"count": count, "of": total, "n": len(totals), "share": share}
+    return result | _bootstrap_interval(
+        (counts, totals), lambda a, b, axis: a.sum(axis) / b.sum(axis)
+    )
 
 # %% ../../nbs/02_core/03_statistics.ipynb #137ebb0c
 def percentile_interval(
     drawn: np.ndarray,  # (draws,), the statistic of each bootstrap draw
     prompts: int,  # number of prompts that were resampled
 ) -> dict[str, float | None]:  # keys: se, lo, hi
-    """Compute the standard error and 95% interval from bootstrap draws; all None for a single prompt."""
+    """Compute the standard error and 95% interval from bootstrap draws; all are None for a single prompt."""
     if prompts < 2:
         return {"se": None, "lo": None, "hi": None}
     low, high = np.percentile(drawn, [2.5, 97.5])
@@ -232,22 +240,23 @@ def t_intervals(
 
 # %% ../../nbs/02_core/03_statistics.ipynb #438e8ba5
 def claim_verdict(
-    interval: Mapping,  # an interval with `lo` and `hi`; NaN or None if there is only one seed
-    direction: str,  # what is claimed: above, below or equal
+    interval: Mapping,  # bounds `lo` and `hi` of the effect; NaN or None if there is only one seed
+    direction: str,  # the claim: the effect is above, below or equal to 0
     smallest: float = 0.0,  # the smallest effect of interest, at least 0
     p: float = 0.0,  # p-value of the claim, after Holm's correction
-) -> str:  # holds, does not hold, or cannot tell
-    """Decide from an interval whether a claim holds.
+) -> str:  # "holds", "does not hold" or "cannot tell"
+    """Decide from an interval whether a claim about an effect holds.
 
-    Raises InputError if the direction is none of the three, or if `smallest` is negative, or 0 for a claim of equality.
+    Raises InputError if the direction is not one of the three, if `smallest` is negative, or if it is 0 for a claim of
+    equality.
     """
     lo, hi = interval["lo"], interval["hi"]
     is_equality = direction == "equal"
-    is_direction = direction in ("above", "below", "equal")
-    if not is_direction or smallest < 0 or (is_equality and not smallest > 0):
+    is_valid_direction = direction in ("above", "below", "equal")
+    if not is_valid_direction or smallest < 0 or (is_equality and not smallest > 0):
         raise InputError(
-            f"`direction` must be above or below with a smallest effect from 0, or equal with one above "
-            f"0; got {direction!r} with {smallest}"
+            "`direction` must be above or below with a smallest effect of at least 0, or equal with a smallest effect "
+            f"above 0; got {direction!r} with {smallest}"
         )
     if lo is None or hi is None or lo != lo or hi != hi:
         return "cannot tell"

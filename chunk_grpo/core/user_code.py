@@ -32,7 +32,7 @@ def find_module(
     name: str,  # such as package.module
     search_path: list[str] | None = None,  # folders to search; None: Python's own search path
 ) -> ModuleSpec | None:
-    """Find the spec of a module without importing it or the packages that contain it; None if there is no module."""
+    """Return the spec of a module without importing it or the packages that contain it, or None if there is no such module."""
     spec = None
     parts = name.split(".")
     for count in range(1, len(parts) + 1):
@@ -46,17 +46,17 @@ def find_module(
             # Iterating over the locations of a namespace package looks up its parent; reading `_path` does not.
             folders = None if locations is None else list(getattr(locations, "_path", locations))
             loaded = sys.modules.get(full_name) if search_path is None else None
-            spec = getattr(loaded, "__spec__", None) or _ask_finders(full_name, folders)
+            spec = getattr(loaded, "__spec__", None) or _find_spec(full_name, folders)
         if spec is None:
             return None
     return spec
 
 
-def _ask_finders(
+def _find_spec(
     name: str,  # full name of the module
     folders: list[str] | None,  # folders of the package that contains it; None: a top-level module
 ) -> ModuleSpec | None:
-    """Return the spec from the first of Python's finders that knows the module; None if none does."""
+    """Return the spec of a module from the first of Python's finders that finds it, or None if none does."""
     for finder in sys.meta_path:
         try:
             spec = finder.find_spec(name, folders)
@@ -73,7 +73,7 @@ def _ask_finders(
 
 
 def _module_file(spec: ModuleSpec | None) -> Path | None:
-    """Return the source file of a module; None if it has none, or if it belongs to this package or to Python."""
+    """Return the source file of a module, or None if it has none or belongs to this package or to Python."""
     if spec is None or not spec.origin or not os.path.isfile(spec.origin):
         return None
     file = Path(spec.origin).resolve()
@@ -93,7 +93,7 @@ def _imported_names(
     text: bytes,  # source of a Python file
     package: str,  # name of the package that contains the file; empty: none
 ) -> Iterator[str]:
-    """Yield every name in the import statements of a file that may name a module."""
+    """Yield every name in the import statements of a file that may be a module's name."""
     try:
         nodes = list(ast.walk(ast.parse(text)))
     except (SyntaxError, ValueError, RecursionError):  # importing the file raises the error
@@ -115,12 +115,12 @@ def _imported_names(
 
 def code_files(
     path: str,  # "package.module:name" or "file.py:name"
-    here: bool = True,  # whether to search the working directory too, see `import_callable`
+    here: bool = True,  # whether to search the working folder too, see `import_callable`
     search_path: list[str] | None = None,  # folders to search; None: Python's own search path
 ) -> dict[str, Path]:  # keyed by `path` and by names of modules
-    """Find the files of a piece of code without importing it: the named file, and the user's files that it imports.
+    """Find the file of a function or class, and the user's files that it imports, without importing any of them.
 
-    The first key is `path`, and the others are names of modules. Code of Python and of this package is left out.
+    The first key is `path`, and the others are names of modules. Files of Python and of this package are left out.
     """
     module = path.rpartition(":")[0]
     files: dict[str, Path] = {}
@@ -133,7 +133,7 @@ def code_files(
             queue.extend(_imported_names(file.read_bytes(), package))
 
     def add_module(name: str, named: bool = False) -> None:
-        """Add the files of a module and of the packages that contain it, which Python imports first."""
+        """Add the files of a module and of the packages that contain it, which Python would import first."""
         parts = name.split(".")
         for count in range(1, len(parts) + 1):
             full_name = ".".join(parts[:count])
@@ -163,7 +163,7 @@ def code_files(
 
 # %% ../../nbs/02_core/06_user_code.ipynb #0d1766d9
 class CodeFile(TypedDict, total=False):
-    """A code file that a run uses."""
+    """A code file of the user that a run uses."""
 
     setting: str  # the setting that names the code
     file: str  # absolute path
@@ -172,7 +172,7 @@ class CodeFile(TypedDict, total=False):
 
 
 def _locate_named_code(settings: Settings) -> Iterator[tuple[str, str, list[str] | None]]:
-    """Yield the setting, the path and the search path (None: Python's own) of each piece of code that settings name."""
+    """Yield the setting, the path and the search path (None: Python's own) of each function or class that settings name."""
     for setting, path in {
         "family": settings.family,
         "method": settings.method,
@@ -200,15 +200,17 @@ def _locate_named_code(settings: Settings) -> Iterator[tuple[str, str, list[str]
 def find_code(settings: Settings) -> dict[str, CodeFile]:
     """Find and hash every code file that settings name, and the user's files that these import.
 
-    A key says what names the file, such as "method: my_method.py:Rank" or "method: module my_helper". Code that
-    cannot be found is left out, since importing it raises the error.
+    A key contains the setting and the path or module, such as "method: my_method.py:Rank" or "method: module
+    my_helper". Code that cannot be found is left out, since importing it will raise the error.
     """
-    found: dict[str, CodeFile] = {}
+    code: dict[str, CodeFile] = {}
     for setting, path, search_path in _locate_named_code(settings):
         for name, file in code_files(path, search_path=search_path).items():
-            key = f"{setting}: {name}" if name == path else f"{setting}: module {name}"
-            found[key] = {"setting": setting, "file": str(file), "sha256": sha256_of(file)}
-    return found
+            key = f"{setting}: module {name}"
+            if name == path:
+                key = f"{setting}: {path}"
+            code[key] = {"setting": setting, "file": str(file), "sha256": sha256_of(file)}
+    return code
 
 
 def code_keys(settings: Settings) -> list[str]:  # such as "method: my_method.py:Rank"
@@ -226,12 +228,12 @@ def code_keys(settings: Settings) -> list[str]:  # such as "method: my_method.py
 def code_hashes(
     settings: Settings,
 ) -> dict[str, str]:  # key of `find_code` -> sha256; empty without user code
-    """Hash the code that settings name, wherever its files are."""
+    """Return the sha256 of each code file that `find_code` finds."""
     return {key: code_file["sha256"] for key, code_file in find_code(settings).items()}
 
 
 def check_reward_code(settings: Settings) -> None:
-    """Import every reward that is a file or module of the user and runs in this process, not in a worker.
+    """Import every reward function of the user that runs in this process rather than in a worker.
 
     Raises InputError if one cannot be imported.
     """
@@ -245,7 +247,7 @@ def changed_code(
     recorded: Mapping[str, CodeFile],  # from `find_code` when the run began
     current: Mapping[str, CodeFile],  # from `find_code` now
 ) -> tuple[str, str] | None:  # the setting that names the code, and what happened; None: no change
-    """Describe the first difference between the code that a run began with and the current code."""
+    """Return the first difference between the code that a run began with and the current code."""
     for key, old_file in recorded.items():
         name = old_file.get("file") or key.partition(": ")[2]
         if key not in current:
@@ -263,7 +265,7 @@ def check_same_code(
     current: Mapping[str, CodeFile],  # from `find_code`
     run: Path,  # the run folder
 ) -> None:
-    """Raise InputError if the code has changed since the run began."""
+    """Raise InputError if the user's code has changed since the run began."""
     change = changed_code(note["code"], current) if "code" in note else None
     if change:
         setting, description = change
@@ -276,7 +278,7 @@ def check_same_code(
 def assign_copy_paths(
     code: Mapping[str, CodeFile],  # from `find_code`
 ) -> dict[str, CodeFile]:  # the same, with the field `copy`
-    """Choose a path in the code/ folder of a run for a copy of each code file; different files get different paths."""
+    """Choose a path for a copy of each code file in the code/ folder of a run; different files get different paths."""
     with_copies: dict[str, CodeFile] = {}
     copies: dict[str, str] = {}  # file -> its copy
     for key, code_file in code.items():
@@ -297,9 +299,9 @@ def copy_code(
     code: Mapping[str, CodeFile],  # from `assign_copy_paths`
     run: Path,  # the run folder, which gets the folder code/
 ) -> None:
-    """Copy code files into a run folder.
+    """Copy code files into a run folder, unless they are there already.
 
-    It is called after run.json has recorded their paths, so that a run that is killed in between can be resumed.
+    Call it after run.json has recorded their paths, so that a run that is killed before the copy can be resumed.
     """
     remove_abandoned(run / "code")
     copies = {entry["file"]: entry["copy"] for entry in code.values() if "copy" in entry}

@@ -22,7 +22,7 @@ from .. import InputError
 
 # %% ../../nbs/02_core/00_validation.ipynb #f3fa628f
 def _check_names(names: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the names unchanged; raise ValueError if one is empty or occurs twice."""
+    """Return the names unchanged; raise ValueError if a name is empty or occurs twice."""
     if len(set(names)) < len(names) or not all(names):
         raise ValueError("hold every name once and none empty")
     return names
@@ -40,12 +40,12 @@ def setting(
     unit: str,  # unit of the value; "" if it has none
     source: str,  # where the default comes from, such as a table of the paper
     meaning: str,  # one sentence for tables and reports
-    takes: str = "",  # the allowed values in words; empty: derived from type and limits
-    **limits: Any,  # passed to pydantic: ge, gt, le, lt, multiple_of, min_length
+    takes: str = "",  # allowed values in words, for error messages; empty: from type and limits
+    **limits: Any,  # limits of the value by pydantic's names: ge, gt, le, lt, multiple_of
 ) -> Any:
-    """Create a pydantic field that also stores its unit, its meaning and the source of its default.
+    """Return a pydantic field that also stores its unit, its meaning and the source of its default.
 
-    A number gets an upper limit even if `limits` has none.
+    A number gets an upper limit even if `limits` has none: 1,000,000 for an integer and 1e30 for a float.
     """
     extra: dict[str, Any] = {"unit": unit, "source": source}
     if takes:
@@ -71,11 +71,11 @@ _LIMIT_PHRASES = {
 
 
 def describe_field(
-    model: type[BaseModel],  # the class that has the field, such as Settings
+    settings_class: type[BaseModel],  # the class that has the field, such as Settings
     name: str,  # name of the field
 ) -> str:  # such as "a number above 0 and at most 1"
-    """Describe in words which values a field allows."""
-    field = model.model_fields[name]
+    """Describe in words which values a field of a settings class allows."""
+    field = settings_class.model_fields[name]
     extra: Any = field.json_schema_extra or {}
     origin = typing.get_origin(field.annotation)
     if extra.get("takes") or origin is tuple:
@@ -94,7 +94,7 @@ def describe_field(
 def format_value(value: Any) -> str:
     """Format a value for an error message, in at most 80 characters.
 
-    Strings are quoted, booleans are written as in YAML, and None becomes "nothing".
+    A string is quoted, True becomes "true" as in YAML, and None becomes "nothing".
     """
     if value is None or isinstance(value, bool):
         return {True: "true", False: "false", None: "nothing"}[value]
@@ -106,9 +106,9 @@ def format_value(value: Any) -> str:
 # %% ../../nbs/02_core/00_validation.ipynb #c023946c
 def validation_message(
     error: ValidationError,  # raised by pydantic
-    model: type[BaseModel] | None = None,  # describes the fields; None: use pydantic's wording
+    settings_class: type[BaseModel] | None = None,  # has the fields; None: use pydantic's wording
 ) -> str:
-    """Describe the first problem of an error in one sentence: the field, its value, and what is allowed.
+    """Describe the first problem of an error in one sentence that names the field, its value, and what is allowed.
 
     An unknown field is reported before any other problem.
     """
@@ -119,33 +119,38 @@ def validation_message(
             first = problem
             break
     value = format_value(first["input"])
-    rule_message = ""  # what one of our own rules raised
+    rule_message = ""  # message of the ValueError that one of our own rules raised
     if first["type"] == "value_error":
         rule_message = str(first["ctx"]["error"])
     if not first["loc"]:
         return rule_message or f"the settings must be a mapping; got {value}"
-    name = str(first["loc"][0]) if model else ".".join(map(str, first["loc"]))
+    name = ".".join(map(str, first["loc"]))
+    if settings_class:
+        name = str(first["loc"][0])
 
-    if model and name not in model.model_fields:
+    if settings_class and name not in settings_class.model_fields:
         if name == "lr":
             similar_names = ["learning_rate"]
         else:
-            similar_names = difflib.get_close_matches(name[:60], model.model_fields, 1, 0.5)
+            similar_names = difflib.get_close_matches(
+                name[:60], settings_class.model_fields, 1, 0.5
+            )
         if similar_names:
             hint = f"did you mean `{similar_names[0]}`?"
         else:
-            hint = f"allowed are {', '.join(model.model_fields)}"
+            hint = f"allowed are {', '.join(settings_class.model_fields)}"
         short_name = name if len(name) <= 60 else name[:57] + "..."
         return f"`{short_name}` is not a setting; {hint}"
 
     if first["type"] == "missing":
         return f"`{name}` is missing"
     requirement = re.sub(r"^\w+ should ", "", first["msg"])
-    if model and not rule_message:
-        requirement = "be " + describe_field(model, name)
-        # The description leaves out the limit that every number has: if it is exceeded, add it.
+    if settings_class and not rule_message:
+        requirement = "be " + describe_field(settings_class, name)
+        # The description leaves out the limit that every number has; add it if it is exceeded.
         if first["type"] == "less_than_equal" and "at most" not in requirement:
-            conjunction = " and" if "above" in requirement or "at least" in requirement else ""
+            has_lower_limit = "above" in requirement or "at least" in requirement
+            conjunction = " and" if has_lower_limit else ""
             requirement += f"{conjunction} at most {first['ctx']['le']}"
     return f"`{name}` must {rule_message or requirement}; got {value}"
 
@@ -166,22 +171,22 @@ class _StrictLoader(yaml.SafeLoader):
     """A YAML loader that rejects aliases, tags, deep nesting and repeated keys."""
 
     depth = 0
-    # First character of a scalar -> rules for its type, except those for dates and merge keys.
+    # First character of a scalar -> pairs of a type's tag and pattern, without dates and merge keys.
     yaml_implicit_resolvers = {
-        sign: [
-            (tag, _NUMBER_PATTERNS.get(tag, rule))
-            for tag, rule in rules
+        character: [
+            (tag, _NUMBER_PATTERNS.get(tag, pattern))
+            for tag, pattern in resolvers
             if not tag.endswith((":timestamp", ":merge", ":value"))
         ]
-        for sign, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
+        for character, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
 
     def compose_node(
         self,
-        parent: yaml.Node | None,  # the node that contains it
-        index: Any,  # its key or position in that node
+        parent: yaml.Node | None,  # the node that contains the next one
+        index: Any,  # key or position of the next node in `parent`
     ) -> yaml.Node | None:
-        """Compose the next node; raise InputError if it is an alias, has a tag or is nested too deeply."""
+        """Return the next node; raise InputError if it is an alias, has a tag or is nested too deeply."""
         event = self.peek_event()
         problems = {
             "an alias": isinstance(event, yaml.AliasEvent),
@@ -201,7 +206,7 @@ class _StrictLoader(yaml.SafeLoader):
         node: yaml.MappingNode,  # the node of the mapping
         deep: bool = False,  # ignored, since nested values are always constructed; PyYAML passes it
     ) -> dict:
-        """Construct the dictionary of a mapping; raise InputError if a key occurs twice."""
+        """Return the dictionary of a mapping node; raise InputError if a key occurs twice."""
         values = super().construct_mapping(node, deep=True)
         if len(values) < len(node.value):
             seen = set()
@@ -217,22 +222,27 @@ class _StrictLoader(yaml.SafeLoader):
 # %% ../../nbs/02_core/00_validation.ipynb #4b4ba600
 def parse_yaml(
     text: str,  # YAML text
-    where: str,  # where the text comes from, for the error message
+    description: str,  # what the error message calls the text, such as "the file mine.yaml"
 ) -> Any:
-    """Parse YAML and return its value; raise InputError if it is not plain YAML."""
+    """Parse YAML and return its value.
+
+    Raises InputError if the text is not valid YAML, is too long, or has aliases, tags, repeated keys or deep nesting.
+    """
     if len(text) > _LONGEST_YAML:
-        raise InputError(f"{where} must have at most {_LONGEST_YAML} characters; got {len(text)}")
+        raise InputError(
+            f"{description} must have at most {_LONGEST_YAML} characters; got {len(text)}"
+        )
     try:
         return yaml.load(text, Loader=_StrictLoader)  # a SafeLoader
     except InputError as error:
         raise InputError(
-            f"{where} must be plain YAML, without aliases, tags, repeated keys or more than "
+            f"{description} must be plain YAML, without aliases, tags, repeated keys or more than "
             f"{_DEEPEST_YAML} levels; {error}"
         ) from None
     except (yaml.YAMLError, ValueError) as error:  # ValueError: too many digits, or none after 0x
         mark = getattr(error, "problem_mark", None)
         line = f" in line {mark.line + 1}" if mark else ""
-        raise InputError(f"{where} must be valid YAML; it has an error{line}") from None
+        raise InputError(f"{description} must be valid YAML; it has an error{line}") from None
 
 # %% ../../nbs/02_core/00_validation.ipynb #15003cb9
 def read_yaml_file(
@@ -259,10 +269,12 @@ def read_yaml_file(
 
 def dump_yaml(
     content: dict,  # its values must be of types that JSON has
-    width: int = 80,  # longest line, in characters
-    flow: bool | None = None,  # write lists and mappings on one line; None: only the innermost
+    width: int = 80,  # maximum length of a line, in characters
+    # True: write lists and mappings in one line, as [1, 2]; False: one entry per line; None: only
+    # those that contain no others in one line
+    flow: bool | None = None,
 ) -> str:
-    """Format a dictionary as YAML that `parse_yaml` reads back as the same content in the same order."""
+    """Format a dictionary as YAML, without aliases, that `parse_yaml` reads back unchanged and in the same order."""
     copies = json.loads(json.dumps(content))  # YAML would write shared lists as aliases
     return yaml.safe_dump(
         copies, sort_keys=False, allow_unicode=True, default_flow_style=flow, width=width

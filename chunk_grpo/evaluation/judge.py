@@ -29,7 +29,13 @@ from filelock import FileLock, Timeout
 from PIL import Image, UnidentifiedImageError
 
 from .. import InputError
-from ..core.files import append_json_line, drop_partial_line, read_json_lines, sha256_of
+from chunk_grpo.core.files import (
+    append_json_line,
+    check_regular_file,
+    drop_partial_line,
+    read_json_lines,
+    sha256_of,
+)
 from ..rewards.images import Images, images_to_pil
 
 # %% ../../nbs/10_evaluation/05_judge.ipynb #cc601065
@@ -645,6 +651,7 @@ def _read_question(
     file: str,  # the option `rubric`
 ) -> str:
     """Read the text of a question; raise InputError if it cannot be read or has no {prompt}."""
+    check_regular_file(file, "`rubric`")
     try:
         text = Path(file).read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:

@@ -27,11 +27,12 @@ def images_per_iteration(settings: Settings) -> int:
 
 def transitions_per_image(
     settings: Settings,
-    sizes: Sequence[int] | None = None,  # of the chunks, if a profile decides; None: not known
-) -> tuple[int, float, int]:  # fewest, mean and most
-    """Return how many transitions of an image are trained: the fewest, the mean and the most.
+    # sizes of the chunks, if a profile determines them; None: those of `chunks`, or not known yet
+    sizes: Sequence[int] | None = None,
+) -> tuple[int, float, int]:  # minimum, mean, maximum
+    """Return the minimum, the mean and the maximum number of transitions of an image that are trained.
 
-    The number depends on which chunks are sampled, because chunks differ in size.
+    They differ if chunks differ in size, because the trained chunks are sampled.
     """
     # A profile without known sizes still determines the number of chunks, and so the mean.
     if sizes is None and settings.chunk_rule.kind == "profile":
@@ -52,14 +53,13 @@ def transitions_per_image(
 class IterationCounts:
     """Forward passes and images per iteration: the mean over a run, in all processes together.
 
-    A forward pass is one image through the network, counted once even if guidance needs two. The first iteration also
-    measures the error of the importance ratio, with two forward passes for the transitions of one update. These passes
-    are left out, since they happen once per run.
+    A forward pass evaluates the network for one image at one step; it counts once even if guidance needs two. The first
+    iteration also measures the error of the importance ratio, with two forward passes for the transitions of one update.
+    The counts leave these out, because they happen only once per run.
     """
 
-    rollout: (
-        float  # forward passes that sample the trained images, or that complete them for credit
-    )
+    # forward passes that sample the trained images, or that complete them for credit
+    rollout: float
     trained: float  # trained transitions, each with a forward and a backward pass
     extra: float = 0  # other forward passes of the updates: old log-probabilities, reference model
     baseline: float = 0  # forward passes that sample images with the base
@@ -69,8 +69,8 @@ class IterationCounts:
 def iteration_counts(settings: Settings) -> IterationCounts:
     """Count the forward passes and images of an iteration of Chunk-GRPO.
 
-    Raises InputError if `method`, `window`, `sharing` or `credit_of` differs from Chunk-GRPO's value. Use
-    `load_method(settings).counts()` for other methods.
+    Raises InputError if `method`, `window`, `sharing` or `credit_of` is not the one of Chunk-GRPO. For other methods
+    call `load_method(settings).counts()`.
     """
     if (
         settings.method != "chunk"
@@ -79,14 +79,14 @@ def iteration_counts(settings: Settings) -> IterationCounts:
         or settings.credit_of != "image"
     ):
         raise InputError(
-            "`counts` must be those of the method, load_method(settings).counts(), where the settings "
-            "name a `method`, `window`, `sharing` or `credit_of` other than Chunk-GRPO's; got none"
+            "`counts` must be load_method(settings).counts() if `method`, `window`, `sharing` or "
+            "`credit_of` is not the one of Chunk-GRPO; got none"
         )
     # With shared initial noise, one first forward pass serves all images of a prompt.
     is_first_shared = settings.shared_noise and not settings.noise_spread
 
     def sampling_forwards(images: int) -> int:
-        """Count the forward passes that sample so many images per prompt."""
+        """Count the forward passes that sample this number of images per prompt."""
         if not images:
             return 0
         first = 1 if is_first_shared else images
@@ -117,10 +117,7 @@ def forwards_per_image(
     settings: Settings,
     counts: IterationCounts,
 ) -> dict[str, float]:  # keyed by the fields of IterationCounts
-    """Divide the counts of an iteration by its number of images.
-
-    `baseline` is left out if it is 0.
-    """
+    """Divide the counts of an iteration by its number of images; leave out `baseline` if it is 0."""
     names = ["rollout", "trained", "extra"]
     if counts.baseline > 0:
         names.append("baseline")
@@ -129,7 +126,7 @@ def forwards_per_image(
 
 # %% ../../nbs/06_planning/00_counts.ipynb #fbe15554
 def forward_backward_cost(settings: Settings) -> int:
-    """Return the cost of a forward and a backward pass together, in forward passes."""
+    """Return the cost of a forward pass and its backward pass together, in units of a forward pass."""
     return (2 if settings.lora_rank else 3) + settings.gradient_checkpointing
 
 
@@ -137,8 +134,8 @@ def iteration_flops(
     settings: Settings,
     config: ModelConfig,
     counts: IterationCounts | None = None,  # None: those of `iteration_counts`
-) -> dict[str, float]:  # keyed by phase
-    """Count the floating-point operations of an iteration, in all processes together."""
+) -> dict[str, float]:  # keyed by phase: rollout, baseline (if there is one), update
+    """Count the floating-point operations of each phase of an iteration, in all processes together."""
     forward_flop = mean_forward_flops(config, training_sizes(settings), settings.max_tokens) * (
         1 + (settings.true_cfg_scale > 1)
     )
@@ -151,7 +148,7 @@ def iteration_flops(
 
 # %% ../../nbs/06_planning/00_counts.ipynb #bd5c12ae
 def read_held_out_prompts(settings: Settings) -> list[str]:
-    """Read the held-out prompts of a run; return [] if their file does not exist on this machine."""
+    """Read the prompts of `eval_prompts`; return [] if the file does not exist on this machine."""
     if not prompt_list_exists(settings.eval_prompts):
         return []
     return read_run_prompts(settings, "eval_prompts")
@@ -165,23 +162,25 @@ def prompt_list_exists(
 
 
 class EvaluationForwards(NamedTuple):
-    """Forward passes of the evaluation after a run with one sampler: the ODE, or that of training."""
+    """Forward passes of the evaluation after a run that use one sampler: the ODE, or the sampler of training."""
 
     arms: int  # number of arms with this sampler, such as base and trained weights
     per_image: int  # forward passes per image and arm
-    sizes: tuple[int | tuple[int, int], ...]  # each a side length or (height, width), pixels
+    sizes: tuple[
+        int | tuple[int, int], ...
+    ]  # of the images: side length or (height, width), pixels
 
 
 class EvaluationFlops(NamedTuple):
     """Floating-point operations of a run's evaluations."""
 
-    during_training: float  # of one evaluation
+    during_training: float  # operations of one evaluation during training
     evaluations: int  # number of evaluations during training
-    after_run: float  # of the evaluation after the run
+    after_run: float  # operations of the evaluation after the run
 
 
 def evaluation_forwards(settings: Settings) -> dict[str, EvaluationForwards]:
-    """Count the forward passes of the evaluation after a run, keyed by "ODE" and "as trained"."""
+    """Count the forward passes of the evaluation after a run, keyed by the samplers "ODE" and "as trained"."""
     (_, training_scale), (_, evaluation_scale) = guidance_scales(settings)
     ode_arms = 2 + (0 < settings.hybrid_split < settings.eval_steps)
     ode_passes = settings.eval_steps * (1 + (evaluation_scale > 1))
@@ -198,7 +197,8 @@ def evaluation_flops(
 ) -> EvaluationFlops:
     """Count the floating-point operations of a run's evaluations.
 
-    If the prompt file does not exist on this machine, the evaluation after the run counts as one prompt.
+    If the file of the held-out prompts does not exist on this machine, the evaluation after the run is counted for one
+    prompt.
     """
     _, (_, scale) = guidance_scales(settings)
     forward_flop = forward_flops(config, settings.eval_resolution, settings.max_tokens) * (

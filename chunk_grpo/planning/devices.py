@@ -42,16 +42,16 @@ class DeviceSpec:
 
     @property
     def float16(self) -> float:  # TFLOP/s
-        """Return the rate of matrix products in float16, which equals that in bfloat16 on all these devices."""
+        """Return the rate of matrix products in float16, which equals the rate in bfloat16 on all these devices."""
         return self.bfloat16
 
     def fits(
         self,
         required_bytes: int,  # as returned by `peak_memory`
     ) -> bool:
-        """Return True if so many bytes fit and leave a tenth of the memory free.
+        """Return True if the bytes fit into the device's memory and leave a tenth of it free.
 
-        The tenth is for the CUDA context, gaps between tensors, and what the estimate leaves out.
+        The tenth is for the CUDA context, fragmentation, and memory that the estimate leaves out.
         """
         return required_bytes <= 0.9 * self.gigabytes * 1e9
 
@@ -74,15 +74,15 @@ _DEVICES = {
 }
 
 
-_DEVICE_ALIASES = {"a100": "a100-80"}  # without a size: the one with more memory
+_DEVICE_ALIASES = {"a100": "a100-80"}  # a name without a size means the device with more memory
 
 
 def find_device(
     name: str,  # such as h100 or "RTX 4090"
 ) -> DeviceSpec:
-    """Find a device by its name, ignoring case and spaces.
+    """Return the device with this name, ignoring case, spaces and underscores.
 
-    Raises InputError for an unknown name.
+    Raises InputError if there is none.
     """
     wanted = re.sub(r"[\s_]", "", name.lower())
     wanted = _DEVICE_ALIASES.get(wanted, wanted)
@@ -92,61 +92,65 @@ def find_device(
 
 
 def recognise_gpu(
-    gpu: str,  # torch's name for it, such as NVIDIA H100 80GB HBM3
-) -> str | None:  # name of the device, as in `find_device`; None: not known
-    """Find the known device to which a GPU's name refers."""
+    gpu: str,  # torch's name for a GPU, such as NVIDIA H100 80GB HBM3
+) -> str | None:  # name of the device, as in `find_device`; None: not in the table
+    """Find the device in the table to which torch's name for a GPU refers."""
     text = re.sub(r"[^a-z0-9]", "", gpu.lower())
     # Try longer names first, because GH200 contains H200.
     kinds = sorted({name.partition("-")[0] for name in _DEVICES}, key=len, reverse=True)
     kind = next((kind for kind in kinds if kind in text), None)
-    devices = [name for name in _DEVICES if kind and name.partition("-")[0] == kind]
-    if len(devices) < 2:
-        return next(iter(devices), None)
+    if kind is None:
+        return None
+    devices = [name for name in _DEVICES if name.partition("-")[0] == kind]
+    if len(devices) == 1:
+        return devices[0]
     # If the device exists with several sizes of memory, take the size in the name.
     return next((name for name in devices if f"{_DEVICES[name].gigabytes}gb" in text), devices[0])
 
 # %% ../../nbs/06_planning/03_devices.ipynb #a2fd24b5
 def measure_matmul_rate(
     dtype: str = "float32",  # of the matrices
-    seconds: float = 0.3,  # duration of the measurement, at least
+    seconds: float = 0.3,  # minimum duration of the measurement
 ) -> float:  # floating-point operations per second
-    """Measure how fast this machine's device multiplies matrices.
+    """Measure the rate at which this machine's GPU, or else its CPU, multiplies matrices.
 
-    The fastest product counts, so the result is the rate of a device that nobody else uses.
+    The result is the rate of the fastest of several products, which other programs slowed down least.
     """
     has_gpu = torch.cuda.is_available()
-    size, threads = (8192, 1) if has_gpu else (1024, torch.get_num_threads())
+    size = 8192 if has_gpu else 1024
+    threads = 1 if has_gpu else torch.get_num_threads()
     a = torch.rand(size, size, dtype=getattr(torch, dtype), device="cuda" if has_gpu else "cpu")
-    # On a CPU count only the time in which this process had a core.
+    # On a CPU measure CPU time, which excludes the time in which this process waits for a core.
     clock = {} if has_gpu else {"timer": time.process_time}
     timer = Timer("a @ a", globals={"a": a}, num_threads=1, **clock)
     times = timer.blocked_autorange(min_run_time=seconds).times
     return threads * 2 * size**3 / min(times)
 
 # %% ../../nbs/06_planning/03_devices.ipynb #3843bdbd
-ASSUMED_MFU = 0.3  # share of a device's rate if none was measured: between two measured on the H200
+# Share of a device's rate that is assumed if none was measured; it is between two that were measured on the H200.
+ASSUMED_MFU = 0.3
 _SHARES_FILE = PRESETS_DIR / "results" / "gpu" / "shares.json"  # written by `make gpu`
 # Models of at least this size are assumed to reach the share that was measured with FLUX.1-dev.
 _MEASURED_MODEL_PARAMETERS = 1_000_000_000
 
 
 class RateShare(NamedTuple):
-    """The share of a device's rate that a phase reaches, and where the number comes from."""
+    """The share of a device's rate that a phase reaches, and the source of this number."""
 
-    value: float
-    source: str  # assumed, given, or a description of the measurement
+    value: float  # between 0 and 1
+    source: str  # "assumed", "given", or a description of the measurement
 
 
 def rate_share(
     device: str,  # name of the device, as in `find_device`
     dtype: str,  # of the forward pass
-    resolution: int | tuple[int, int],  # side length or (height, width), pixels
+    resolution: int | tuple[int, int],  # of the images: side length or (height, width), pixels
     config: ModelConfig,
-    phase: str = "forward",  # forward, or update: a forward and a backward pass
+    phase: str = "forward",  # "forward", or "update": a forward and a backward pass
 ) -> RateShare:
-    """Look up the share of its rate that a device reached, as measured at the nearest resolution.
+    """Return the share of its rate that a device reached in the measurement at the nearest resolution.
 
-    If there is no measurement on the device, or the model is small, return an assumed share.
+    If there is no measurement on the device, or if the model has less than a billion parameters, return ASSUMED_MFU.
     """
     rows = json.loads(_SHARES_FILE.read_text()) if _SHARES_FILE.is_file() else []
     # float16 has bfloat16's rate, and shares were measured in bfloat16 alone.
@@ -154,7 +158,7 @@ def rate_share(
     rows = [row for row in rows if row["device"] == device and row["dtype"] == measured_dtype]
     if not rows or model_sizes(config)["transformer"] < _MEASURED_MODEL_PARAMETERS:
         return RateShare(ASSUMED_MFU, "assumed")
-    # If no update was measured, use the share of forward passes.
+    # If no update was measured, use the measurements of forward passes.
     rows_of_phase = [row for row in rows if row["phase"] == phase]
     rows = rows_of_phase or [row for row in rows if row["phase"] == "forward"]
     side = math.sqrt(math.prod(image_size(resolution)))  # of the square with as many pixels
@@ -166,7 +170,7 @@ def rate_share(
 
 
 def _typical_size(settings: Settings) -> int | tuple[int, int]:
-    """Return the training size whose number of pixels is nearest to the mean over all sizes."""
+    """Return the size of training images whose number of pixels is nearest to the mean over all sizes."""
     sizes = training_sizes(settings)
     pixels = [math.prod(image_size(size)) for size in sizes]
     mean = sum(pixels) / len(pixels)
@@ -179,7 +183,7 @@ def phase_shares(
     config: ModelConfig,
     device: DeviceSpec,
     share: float | None = None,  # of the device's rate; None: measured or assumed
-) -> dict[str, RateShare]:  # keyed by phase
+) -> dict[str, RateShare]:  # keyed by phase: rollout, baseline, update, evaluation
     """Return the share of the device's rate that each phase of a run is expected to reach."""
     size = _typical_size(settings)
     phases = {
@@ -212,8 +216,8 @@ def iteration_seconds(
 ) -> dict[str, float]:  # keyed by phase
     """Estimate how many seconds each phase of an iteration takes.
 
-    That is the longer of two times: the time for its arithmetic, and the time for reading weights
-    and moments from memory.
+    A phase takes the longer of two times: that of its arithmetic, and that of moving weights and moments from and to
+    the device's memory.
     """
     bytes_per_weight = TORCH_DTYPES[settings.dtype].itemsize if settings.lora_rank else 4
     weight_bytes = model_sizes(config)["transformer"] * bytes_per_weight

@@ -20,12 +20,12 @@ from .counts import images_per_iteration
 from .memory import training_memory
 
 # %% ../../nbs/06_planning/04_processes.ipynb #dev0012
-# Parameters of the largest transformer that is trained on the CPU without `device: cpu`.
+# Largest number of parameters of a transformer that may be trained on the CPU without `device: cpu`.
 LARGEST_ON_CPU = 1e9
 
 
 def _explain_large_model_on_cpu(settings: Settings) -> str:
-    """Return why a large model would run on the CPU although the settings do not request it, or ""."""
+    """Explain that a large model would run on the CPU although `device` is not cpu; return "" if that is not the case."""
     config = find_model_config(settings.model, settings.family)
     if settings.device == "cpu" or torch.cuda.is_available() or not config:
         return ""
@@ -39,8 +39,8 @@ def _explain_large_model_on_cpu(settings: Settings) -> str:
 def choose_training_device(settings: Settings) -> str:
     """Return the device on which a run trains, "cpu" or "cuda".
 
-    Raises InputError if the settings request a GPU and torch sees none, or if a large model would be
-    trained on the CPU although the settings do not request it. No weights are read.
+    Raises InputError if the settings request a GPU and torch sees none, or if a large model would be trained on the CPU
+    although the settings do not request the CPU. No weights are read.
     """
     device = machine.choose_device(settings.device)
     if problem := _explain_large_model_on_cpu(settings):
@@ -53,8 +53,8 @@ def choose_training_device(settings: Settings) -> str:
 def choose_image_device(settings: Settings) -> str:
     """Return the device on which a trained policy samples images, "cpu" or "cuda".
 
-    A large model may sample on the CPU, with a warning, so that a run that was trained on a GPU can be
-    inspected on a machine without one.
+    A large model may sample on the CPU, with a warning, so that you can inspect a run that was trained on a GPU on a
+    machine without one.
     """
     if problem := _explain_large_model_on_cpu(settings):
         warnings.warn(
@@ -63,7 +63,7 @@ def choose_image_device(settings: Settings) -> str:
     return "cuda" if settings.device != "cpu" and torch.cuda.is_available() else "cpu"
 
 # %% ../../nbs/06_planning/04_processes.ipynb #7c61df88
-# Name of a machine -> its device, as in `find_device`, and number of processes.
+# Machine in the name of a preset -> its device, as in `find_device`, and its number of processes.
 _MACHINES = {
     "8x80gb": ("h100", 8),
     "80gb": ("h100", 1),
@@ -72,7 +72,7 @@ _MACHINES = {
 
 
 def machine_presets() -> dict[str, tuple[str, int]]:  # preset -> device, processes
-    """Return the device and the number of processes of each preset that is named after a machine."""
+    """Return the device and the number of processes of each preset in machines/, which is named after a machine."""
     return {
         name: _MACHINES[name.removeprefix("machines/").split("-")[0]]
         for name in list_presets()
@@ -83,9 +83,9 @@ def machine_presets() -> dict[str, tuple[str, int]]:  # preset -> device, proces
 def find_preset_processes(
     source: str | None,  # preset or file of the settings
 ) -> int | None:
-    """Return the number of processes of the machine that a preset is made for.
+    """Return the number of processes on the machine that a preset is made for.
 
-    Returns None for a settings file, and for a preset that is not made for a particular machine.
+    Returns None for a settings file and for a preset that is not made for a particular machine.
     """
     processes = {"paper/eight-gpu-full": 8, "paper/one-h200-lora": 1, "paper/one-24gb-lora": 1}
     for name, (_, count) in machine_presets().items():
@@ -93,10 +93,10 @@ def find_preset_processes(
     return processes.get(source)
 
 # %% ../../nbs/06_planning/04_processes.ipynb #55e3c79f
-# Runs with fewer forward passes in total use one process. With the pocket model so many take about
-# as long as a process takes to start.
+# Runs with fewer forward passes in total use one process. With the pocket model this number of forward
+# passes takes about as long as starting a process.
 _MIN_FORWARDS_TO_SPLIT = 10_000
-# Bytes of a process in addition to those of training: libraries, encoders, autoencoder, rewards.
+# Bytes of a process in addition to `training_memory`: libraries, encoders, autoencoder, rewards.
 _PROCESS_BYTES = 1_000_000_000
 
 
@@ -106,8 +106,8 @@ def choose_processes(
 ) -> int:
     """Return the number of processes with which a run is expected to be fastest on this machine.
 
-    With GPUs it is the number that the preset is made for, if there are as many GPUs and the prompts
-    divide evenly among them; otherwise it is 1.
+    With GPUs, it is the number that the preset is made for if there are at least as many GPUs and the prompts divide
+    evenly among the processes; otherwise it is 1.
     """
     info = machine.machine_info()
     preset_processes = find_preset_processes(source) or 1

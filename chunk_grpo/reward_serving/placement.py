@@ -32,6 +32,7 @@ from torch import Tensor
 
 from .. import InputError
 from ..arguments import checked, text
+from ..core.files import check_regular_file
 from ..core.machine import terminate_process_group
 from ..core.settings import EXTERNAL_REWARD_OPTIONS
 from . import client
@@ -319,6 +320,7 @@ def _read_requirements(
         return [*packages, *SERVER_PACKAGES], []
     known = sorted(path.stem for path in folder.glob("*.txt"))
     if _is_requirements_file(name):
+        check_regular_file(Path(name).expanduser(), "`environment`")
         try:
             text = Path(name).expanduser().read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:

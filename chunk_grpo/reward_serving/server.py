@@ -159,10 +159,13 @@ def unpack_request(
 def import_loader(path: str) -> Callable:
     """Import the function or class that a path names: package.module:function or folder/file.py:function.
 
-    Raises ValueError if the module or file defines no such function or class.
+    Raises ValueError if the file is a pipe or a folder, or if it or the module defines no such function or class.
     """
     module, _, name = path.rpartition(":")
     if module.endswith(".py"):
+        # Opening a pipe would wait forever for its writer.
+        if os.path.exists(module) and not os.path.isfile(module):
+            raise ValueError(f"reward: {module} must be a regular file")
         namespace = runpy.run_path(module)
     else:
         namespace = vars(importlib.import_module(module))
