@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ..core.settings import Settings
 from chunk_grpo.models.cost import (
+    block_kind,
     largest_training_size,
     meta_forward,
     build_meta_policy,
@@ -164,7 +165,7 @@ def _largest_block_bytes(
 
     def record(block, args, kwargs):
         """Store a block and the arguments that it is called with."""
-        inputs[str(block)] = block, (args, kwargs)
+        inputs[block_kind(block)] = block, (args, kwargs)
 
     blocks = find_blocks(policy.transformer).values()
     hooks = [block.register_forward_pre_hook(record, with_kwargs=True) for block in blocks]

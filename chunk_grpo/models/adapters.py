@@ -27,6 +27,7 @@ from .. import InputError
 from ..core.files import atomic_write, read_json
 from chunk_grpo.models.inputs import (
     check_pipeline_folder,
+    check_regular_files,
     find_family,
     import_class,
     locate_model,
@@ -42,8 +43,10 @@ from chunk_grpo.models.trainable import (
 START_FOLDER = "start"  # in a run folder, with the adapter that the run started from
 START_FILE = "start_lora_weights.safetensors"  # in an exported folder, with that adapter
 LAYOUTS = ("diffusers", "peft", "kohya")  # in which an adapter can be written
+_DIFFUSERS_FILE = "pytorch_lora_weights.safetensors"
+_PEFT_FILE = "adapter_model.safetensors"
 # names of adapter files in a folder, in the order in which they are looked for
-_ADAPTER_FILES = ("pytorch_lora_weights.safetensors", "adapter_model.safetensors")
+_ADAPTER_FILES = (_DIFFUSERS_FILE, _PEFT_FILE)
 _FLAT_PREFIX = "lora_transformer_"  # of kohya-style names for a diffusers network
 _FACTOR = re.compile(
     r"(?:transformer|diffusion_model)\.(?P<layer>.+?)\.(?P<factor>lora_A|lora_B|lora\.down|lora\.up)(?:\.default)?\.weight"
@@ -57,7 +60,7 @@ def _download_adapter(source: str) -> Path:  # source: a hub id with an optional
 
     repository, _, file = source.partition(":")
     try:
-        return Path(hf_hub_download(repository, file or _ADAPTER_FILES[0]))
+        return Path(hf_hub_download(repository, file or _DIFFUSERS_FILE))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).strip().splitlines()[0]
         raise InputError(
@@ -74,6 +77,7 @@ def find_adapter_file(
     Raises InputError if there is no such file, or several files to choose from.
     """
     path = Path(source).expanduser()
+    check_regular_files([path], "lora_start")
     if path.is_file():
         if path.suffix != ".safetensors":
             raise InputError(f"`lora_start` must be a .safetensors file; got {source!r}")
@@ -90,6 +94,7 @@ def find_adapter_file(
             )
     files = [folder / name for name in _ADAPTER_FILES if (folder / name).is_file()]
     files = files or sorted(folder.glob("*.safetensors"))
+    check_regular_files(files, "lora_start")
     if not files:
         raise InputError(f"`lora_start` must hold an adapter (*.safetensors); {folder} has none")
     if len(files) > 1 and files[0].name not in _ADAPTER_FILES:
@@ -354,15 +359,23 @@ def write_adapter(
     adapter: Adapter,
     folder: Path,  # which must exist
     layout: str = "diffusers",  # one of LAYOUTS
-    file_name: str = "",  # of the layouts diffusers and kohya; empty: the usual one
+    file_name: str = "",  # empty: the name that readers of the layout look for
 ) -> None:
     """Write an adapter into a folder, with a scale of 1, which readers assume if they find no scale.
 
     `diffusers` is what `load_lora_weights` reads, `peft` what `PeftModel.from_pretrained` reads, and `kohya` has names with
     underscores, factors called down and up, and an alpha per layer, as OneTrainer writes them and ComfyUI reads them.
+    Raises InputError for any other layout, and for a `file_name` with `peft`, which finds only its own.
     """
+    if layout not in LAYOUTS:
+        raise InputError(f"`layout` must be one of {', '.join(LAYOUTS)}; got {layout!r}")
     is_peft = layout == "peft"
-    file = folder / (file_name or _ADAPTER_FILES[is_peft])
+    if is_peft and file_name not in ("", _PEFT_FILE):
+        raise InputError(
+            f"`file_name` must be empty or {_PEFT_FILE} with the layout peft; got {file_name!r}"
+        )
+    usual_name = _PEFT_FILE if is_peft else _DIFFUSERS_FILE
+    file = folder / (file_name or usual_name)
     save_file(_tensors_of_layout(adapter, layout), file, metadata={"format": "pt"})
     if is_peft:
         other_ranks = {

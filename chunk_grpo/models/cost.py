@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['known_model_configs', 'read_model_config', 'find_model_config', 'build_meta_policy', 'meta_forward', 'check_forward',
            'model_sizes', 'count_trained_parameters', 'latent_numel', 'largest_training_size', 'prompt_embeds_bytes',
-           'run_two_blocks_per_kind', 'forward_flops', 'mean_forward_flops']
+           'block_kind', 'run_two_blocks_per_kind', 'forward_flops', 'mean_forward_flops']
 
 # %% ../../nbs/03_models/08_cost.ipynb #5277383a
 import contextlib
@@ -269,6 +269,11 @@ def prompt_embeds_bytes(config: ModelConfig, settings: Settings) -> int:
     return values * TORCH_DTYPES[settings.dtype].itemsize
 
 # %% ../../nbs/03_models/08_cost.ipynb #02338e84
+def block_kind(block: nn.Module) -> str:
+    """Return a text that is the same for blocks with the same layers and the same trained weights."""
+    return f"{block} {[p.requires_grad for p in block.parameters()]}"
+
+
 @contextlib.contextmanager
 def run_two_blocks_per_kind(
     net: nn.Module,  # a transformer on meta
@@ -305,8 +310,7 @@ def run_two_blocks_per_kind(
         return tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, output)
 
     for block in _module_list_members(net):
-        kind = f"{block} {[p.requires_grad for p in block.parameters()]}"
-        block.forward = functools.partial(forward, block.forward, kind)
+        block.forward = functools.partial(forward, block.forward, block_kind(block))
     try:
         yield skipped, measured
     finally:

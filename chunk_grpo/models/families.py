@@ -88,6 +88,14 @@ class FluxPolicy(Policy):
         "black-forest-labs/FLUX.1-schnell": ModelConfig("FluxPipeline", "{}", _FLUX_VAE),
     }
 
+    @classmethod
+    def embeds_guidance(
+        cls,
+        transformer_config: dict,  # content of transformer/config.json
+    ) -> bool:
+        """Return True if the model is guidance-distilled, as FLUX.1-dev is and FLUX.1-schnell is not."""
+        return bool(transformer_config.get("guidance_embeds", False))
+
     def set_resolution(
         self,
         resolution: int | tuple[int, int],  # side length or (height, width), pixels
@@ -188,6 +196,14 @@ class SD3Policy(Policy):
     packed = 1  # latent pixels per side of a token
 
     @classmethod
+    def embeds_guidance(
+        cls,
+        transformer_config: dict,  # content of transformer/config.json
+    ) -> bool:
+        """Return False, because the transformer takes no guidance scale."""
+        return False
+
+    @classmethod
     def extra_tokens(cls, folder: Path) -> int:
         """Return the number of CLIP's tokens, which come before T5's.
 
@@ -273,6 +289,14 @@ class ZImagePolicy(Policy):
     decode = FluxPolicy.decode
     packed = 1  # latent pixels per side of a token
 
+    @classmethod
+    def embeds_guidance(
+        cls,
+        transformer_config: dict,  # content of transformer/config.json
+    ) -> bool:
+        """Return False, because the transformer takes no guidance scale."""
+        return False
+
     def sigmas(self, steps: int) -> Tensor:  # (steps + 1,)
         """Return the noise levels that the pipeline itself uses for this number of steps."""
         linear = torch.linspace(1, 1 / steps, steps).tolist()
@@ -329,6 +353,14 @@ class QwenImagePolicy(Policy):
     known_configs = {"Qwen/Qwen-Image": ModelConfig("QwenImagePipeline")}
     noise = FluxPolicy.noise
     packed = FluxPolicy.packed
+
+    @classmethod
+    def embeds_guidance(
+        cls,
+        transformer_config: dict,  # content of transformer/config.json
+    ) -> bool:
+        """Return False, because the transformer takes no guidance scale."""
+        return False
 
     @property
     def vae_scale_factor(self) -> int:
@@ -434,6 +466,14 @@ class Flux2KleinPolicy(Policy):
             (9, 8, 24, 32, 3 * 4096),
         )
     }
+
+    @classmethod
+    def embeds_guidance(
+        cls,
+        transformer_config: dict,  # content of transformer/config.json
+    ) -> bool:
+        """Return False, because the transformer takes no guidance scale."""
+        return False
 
     @classmethod
     def check_guidance(

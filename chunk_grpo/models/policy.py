@@ -321,6 +321,14 @@ class Family:
         return transformer, vae
 
     @classmethod
+    def embeds_guidance(
+        cls,
+        transformer_config: dict,  # content of transformer/config.json
+    ) -> bool:
+        """Return True if `predict` passes `guidance` to the transformer; a family that ignores it overrides this."""
+        return True
+
+    @classmethod
     def check_guidance(
         cls,
         pipeline_config: dict,  # the pipeline's model_index.json

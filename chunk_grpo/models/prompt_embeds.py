@@ -26,7 +26,12 @@ from torch import Tensor
 
 from .. import InputError
 from ..arguments import checked
-from .inputs import hash_model_files, import_class, prompt_identity
+from chunk_grpo.models.inputs import (
+    check_regular_files,
+    hash_model_files,
+    import_class,
+    prompt_identity,
+)
 
 _RECENT_SECONDS = 7 * 24 * 3600  # a file used within this time is never removed
 # writing a file takes milliseconds, so an unfinished one that is older was left by a process that was killed
@@ -90,6 +95,7 @@ def _read_prompt_embeds(
 
     Raises InputError if the file cannot be read, belongs to another prompt or model, or is damaged.
     """
+    check_regular_files([path], "prompts")
     try:
         with safe_open(path, framework="pt") as handle:
             row = {name: handle.get_tensor(name) for name in handle.keys()}

@@ -48,6 +48,7 @@ from ..core.machine import defer_sigterm
 from chunk_grpo.models.inputs import (
     build_meta_network,
     check_pipeline_folder,
+    check_regular_files,
     find_family,
     import_class,
 )
@@ -292,6 +293,7 @@ def read_saved_weights(folder: Path) -> dict[str, Tensor]:  # written by `save_t
     files = sorted(Path(folder).glob("*.safetensors"))
     if not files:
         raise InputError(f"run: {folder} holds no trained weights (*.safetensors).")
+    check_regular_files(files, "run")
     try:
         state = {k: v for file in files for k, v in load_file(file).items()}
     except (SafetensorError, OSError) as error:
@@ -501,6 +503,12 @@ def load_trainable_policy(
             "(`lora_rank` above 0): weights that are trained have gradients and moments on the device, where "
             "the optimizer steps; got true"
         )
+    if lora_alpha and not lora_rank:
+        raise InputError(
+            f"`lora_alpha` must be 0 without an adapter (`lora_rank` 0); got {lora_alpha}"
+        )
+    if sharding_group and sharding == "none":
+        raise InputError(f"`sharding_group` must be 0 if `sharding` is none; got {sharding_group}")
     if lora_targets and not lora_rank:
         raise InputError(
             f"`lora_targets` must be empty without an adapter (`lora_rank` 0); got {', '.join(lora_targets)[:80]}"
