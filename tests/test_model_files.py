@@ -316,7 +316,7 @@ def test_a_tokenizer_of_another_encoder_makes_no_run(pocket_copy, tmp_path):
         word: n + 1000 * (n > 3) for word, n in content["model"]["vocab"].items()
     }
     file.write_text(json.dumps(content))
-    with pytest.raises(InputError, match="the text encoder, of 40, does not have"):
+    with pytest.raises(InputError, match="the text encoder has, which knows 40"):
         run_folder.create_run(
             settings.load_settings("pocket/tiny", {"model": str(pocket_copy)}), tmp_path / "run"
         )

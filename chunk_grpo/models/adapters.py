@@ -106,7 +106,7 @@ def find_adapter_file(
 # %% ../../nbs/03_models/06_adapters.ipynb #5b1f0a09
 @dataclass(frozen=True)
 class Adapter:
-    """The factors of a LoRA adapter, with the scale multiplied into B."""
+    """Factors of a LoRA adapter, with the scale multiplied into B."""
 
     # name of a linear layer of the transformer -> A (r, in) and B (out, r), float32
     layers: dict[str, tuple[Tensor, Tensor]]
@@ -121,9 +121,9 @@ def _scale_of_peft_config(
     config: dict,  # peft's configuration of the adapter: r, lora_alpha ...
     file: Path,  # of the adapter, for the error message
 ) -> float:
-    """Return the scale of an adapter according to its peft configuration: alpha / r, or alpha / sqrt(r) for rsLoRA.
+    """Return the scale in an adapter's peft configuration: alpha / r, or alpha / sqrt(r) for rsLoRA.
 
-    Raises InputError if its layers differ in scale or rank, or it is not a plain LoRA adapter.
+    Raises InputError if the layers differ in scale or rank, or the adapter is not plain LoRA.
     """
     unsupported = [
         name
@@ -147,7 +147,7 @@ def _read_adapter_file(file: Path) -> tuple[dict[str, Tensor], dict]:
             return tensors, handle.metadata() or {}
     except (SafetensorError, OSError) as error:
         raise InputError(
-            f"`lora_start` must be a whole file; {file} cannot be read ({error})"
+            f"`lora_start` must be an undamaged file; {file} cannot be read ({error})"
         ) from None
 
 
@@ -268,19 +268,18 @@ def read_adapter(
                 f"`lora_start` must hold LoRA factors of the transformer alone; {file} holds {name[:120]}"
             )
         if not bool(tensor.isfinite().all()):
-            raise InputError(f"`lora_start` must be finite; {name} of {file} is not")
+            raise InputError(
+                f"`lora_start` must hold finite numbers; {name} of {file} holds infinity or NaN"
+            )
         kind = "A" if match["factor"] in ("lora_A", "lora.down") else "B"
         factors.setdefault(match["layer"], {})[kind] = tensor.float()
 
     layers = {}
     for layer, layer_factors in factors.items():
-        if (
-            set(layer_factors) != {"A", "B"}
-            or layer_factors["A"].ndim != 2
-            or len(layer_factors["A"]) != layer_factors["B"].shape[1]
-        ):
+        is_pair = set(layer_factors) == {"A", "B"} and layer_factors["A"].ndim == 2
+        if not is_pair or len(layer_factors["A"]) != layer_factors["B"].shape[1]:
             raise InputError(
-                f"`lora_start` must have two matrices per layer, of one rank; {layer} of {file} has not"
+                f"`lora_start` must have two matrices of the same rank per layer; {layer} of {file} does not"
             )
         rank = len(layer_factors["A"])
         alpha = next((alphas[n] for n in (layer, f"transformer.{layer}") if n in alphas), None)
@@ -297,7 +296,7 @@ def _check_adapter_fits(
     rank: int,  # `lora_rank` of the run
     source: str,  # value of `lora_start`, for the error message
 ) -> None:
-    """Raise InputError unless the adapter's rank, layers and shapes fit the adapter that the run trains."""
+    """Raise InputError unless the adapter's layers and shapes are among those that the run adapts, with at most `rank`."""
     if adapter.rank > rank:
         raise InputError(
             f"`lora_rank` must be at least {adapter.rank}, the rank of the adapter {source}; got {rank}"
@@ -312,8 +311,8 @@ def _check_adapter_fits(
         layer_shape = (layers[name].out_features, layers[name].in_features)
         if shape != layer_shape:
             raise InputError(
-                f"`lora_start` must be an adapter of this model; {name} of {source} is for a layer of shape {shape}, "
-                f"here it is {layer_shape}"
+                f"`lora_start` must be an adapter of this model, whose layer {name} has shape {layer_shape}; in "
+                f"{source} it has shape {shape}"
             )
 
 

@@ -62,12 +62,12 @@ def read_model_config(
         files = ("model_index.json", "transformer/config.json", "vae/config.json")
         for file, content in zip(files, (index, *networks), strict=True):
             if not isinstance(content["_class_name"], str):
-                raise TypeError(f"_class_name of {file} is no text")
+                raise TypeError(f"_class_name of {file} is not a text")
         pipeline = family or index["_class_name"]
         is_known = bool(family) or pipeline in FAMILIES
         extra_tokens = find_family(pipeline).extra_tokens(folder) if is_known else 0
         if type(extra_tokens) is not int:
-            raise TypeError("model_max_length is no whole number")
+            raise TypeError("model_max_length is not a whole number")
     except (OSError, KeyError, TypeError, ValueError) as error:
         raise InputError(
             f"`model` must be a folder that diffusers saved, with its configurations (config.json); in "
@@ -103,7 +103,10 @@ def build_meta_policy(
     rank: int | None = None,  # of the trained adapter; 0: all weights are trained; None: none are
     targets: tuple[str, ...] = (),  # layers with an adapter; empty: those of the family
 ) -> Policy:
-    """Build a model's policy with networks that have shapes but no memory."""
+    """Build a model's policy with networks on torch's meta device, which have shapes but no memory.
+
+    With a `rank`, the policy is also made trainable.
+    """
     family = find_family(config.pipeline)
     policy = family.__new__(family)
     policy.max_tokens = max_tokens
@@ -188,7 +191,7 @@ def check_forward(
 
 
 def _module_list_members(net: nn.Module) -> list[nn.Module]:
-    """Return the transformer's blocks, which are the members of its module lists."""
+    """Return the members of a transformer's module lists, which are its blocks, in the order of the network."""
     return [block for part in net.children() if isinstance(part, nn.ModuleList) for block in part]
 
 # %% ../../nbs/03_models/08_cost.ipynb #e4dec84e
@@ -235,7 +238,7 @@ def latent_numel(
     config: ModelConfig,  # of the model's networks
     resolution: int | tuple[int, int],  # side length or (height, width), pixels
 ) -> int:
-    """Return how many numbers the latents of one image have."""
+    """Return the number of values in the latents of one image."""
     return build_meta_policy(config, resolution, 16).noise(torch.Generator()).numel()
 
 
@@ -249,13 +252,16 @@ def _source_image_numel(
     config: ModelConfig,  # of a model that edits images
     resolution: int | tuple[int, int],  # side length or (height, width), pixels
 ) -> int:
-    """Return how many numbers a prompt's image adds to the prompt's embeddings: its latents and its token states."""
+    """Return the number of values that an image adds to its prompt's embeddings: its latents and its token states."""
     policy = build_meta_policy(config, resolution, 16)
     states = policy.image_text_tokens * model_sizes(config)["token"]
     return policy.noise(torch.Generator()).numel() + states
 
 
-def prompt_embeds_bytes(config: ModelConfig, settings: Settings) -> int:
+def prompt_embeds_bytes(
+    config: ModelConfig,  # of the model's networks
+    settings: Settings,  # of the run
+) -> int:
     """Return the bytes of one prompt's embeddings on disk.
 
     The embeddings are the token states, the pooled state if there is one, and for a model that edits images what the
@@ -277,13 +283,12 @@ def block_kind(block: nn.Module) -> str:
 @contextlib.contextmanager
 def run_two_blocks_per_kind(
     net: nn.Module,  # a transformer on meta
-    total: Callable[[], int],  # returns the amount counted so far: operations or bytes
+    total: Callable[[], int],  # returns the operations or bytes counted so far
 ) -> Iterator[tuple[list[int], list[int]]]:
     """Make the transformer run only two blocks of each kind within this context, and skip the others.
 
-    Blocks are of the same kind if they have the same layers and trained weights, and inputs of the same shapes. Yields
-    two lists, which fill as the network runs: the amounts of the blocks that were skipped, and those of the blocks
-    that ran, as differences of `total()`.
+    Blocks are of the same kind if `block_kind` and the shapes of their inputs agree. Yields two lists, which fill as the
+    network runs: the operations or bytes of each skipped block, and of each block that ran (by how much `total()` rose).
     """
     runs = defaultdict(
         list
@@ -334,7 +339,7 @@ def forward_flops(
 
 def mean_forward_flops(
     config: ModelConfig,  # of the model's networks
-    sizes: Sequence[int | tuple[int, int]],  # of images, all equally likely
+    sizes: Sequence[int | tuple[int, int]],  # of the images, all equally likely
     max_tokens: int,  # of a prompt
 ) -> float:
     """Return the mean number of operations of a forward pass over the sizes of images."""

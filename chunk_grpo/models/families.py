@@ -74,7 +74,7 @@ _FEED_FORWARD = (
 
 
 class FluxPolicy(Policy):
-    """FLUX.1, dev or schnell."""
+    """The family of FLUX.1, dev and schnell."""
 
     pipeline = "FluxPipeline"
     network_classes = ("FluxTransformer2DModel", "AutoencoderKL")
@@ -160,7 +160,7 @@ class FluxPolicy(Policy):
 
 # %% ../../nbs/03_models/03_families.ipynb #0edf14e8
 class SD3Policy(Policy):
-    """Stable Diffusion 3 and 3.5."""
+    """The family of Stable Diffusion 3 and 3.5."""
 
     pipeline = "StableDiffusion3Pipeline"
     network_classes = ("SD3Transformer2DModel", "AutoencoderKL")
@@ -205,7 +205,7 @@ class SD3Policy(Policy):
 
     @classmethod
     def extra_tokens(cls, folder: Path) -> int:
-        """Return the number of CLIP's tokens, which come before T5's.
+        """Return the number of CLIP's tokens, which come before T5's in the conditioning.
 
         Raises OSError, KeyError or ValueError if the configuration of the tokenizer does not contain it.
         """
@@ -278,7 +278,7 @@ def _pad_prompt_embeds(
 
 # %% ../../nbs/03_models/03_families.ipynb #3b8385ae
 class ZImagePolicy(Policy):
-    """Z-Image and Z-Image-Turbo."""
+    """The family of Z-Image and Z-Image-Turbo."""
 
     pipeline = "ZImagePipeline"
     network_classes = ("ZImageTransformer2DModel", "AutoencoderKL")
@@ -319,7 +319,7 @@ class ZImagePolicy(Policy):
         sigma: Tensor,  # (B,)
         rows: dict[str, Tensor],  # conditioning, one row per latent
     ) -> Tensor:  # (B, S, C)
-        """Run the transformer once and return the velocity, which is minus its output."""
+        """Run the transformer once and return the velocity, which is its output with the opposite sign."""
         # The transformer takes each image as a video of one frame.
         frames = tokens_to_latents(latents, self.latent_height).unsqueeze(2)
         captions = [
@@ -332,7 +332,7 @@ class ZImagePolicy(Policy):
 
 # %% ../../nbs/03_models/03_families.ipynb #255a00b9
 class QwenImagePolicy(Policy):
-    """Qwen-Image."""
+    """The family of Qwen-Image."""
 
     pipeline = "QwenImagePipeline"
     network_classes = ("QwenImageTransformer2DModel", "AutoencoderKLQwenImage")
@@ -434,7 +434,7 @@ class QwenImagePolicy(Policy):
 
 # %% ../../nbs/03_models/03_families.ipynb #d25bcbe4
 class Flux2KleinPolicy(Policy):
-    """FLUX.2-klein."""
+    """The family of FLUX.2-klein."""
 
     pipeline = "Flux2KleinPipeline"
     network_classes = ("Flux2Transformer2DModel", "AutoencoderKLFlux2")

@@ -60,7 +60,7 @@ _MODEL_FILES = [
     "tokenizer*/*",
     "processor/*",
 ]
-# patterns of files with copies of the same weights, which are not downloaded
+# patterns of files with further copies of the weights, for other programs or in half precision; never downloaded
 OTHER_FILES = [
     "text_encoders/*",
     "*.fp16.*",
@@ -113,17 +113,30 @@ def locate_model(
         ) from None
 
 # %% ../../nbs/03_models/00_inputs.ipynb #6cb8e6da
+def _list_files(
+    folder: Path,  # a pipeline's folder
+    subfolders: tuple[str, ...],
+) -> list[Path]:  # sorted
+    """List the regular files in some sub-folders of a pipeline's folder, at any depth."""
+    files: list[Path] = []
+    for subfolder in subfolders:
+        paths = (Path(folder) / subfolder).rglob("*")
+        files += [path for path in paths if path.is_file()]
+    return sorted(files)
+
+
 def hash_model_files(
     folder: Path,  # a pipeline's folder
-    parts: tuple[str, ...],  # its sub-folders to hash
+    subfolders: tuple[
+        str, ...
+    ],  # those to hash, such as ("transformer", "vae"); a missing one is skipped
 ) -> str:  # hex
     """Return one sha256 of the names and contents of all files in the sub-folders.
 
     Caches and run folders identify a model by this hash.
     """
     digest = hashlib.sha256()
-    files = [f for part in parts for f in (Path(folder) / part).rglob("*") if f.is_file()]
-    for file in sorted(files):
+    for file in _list_files(folder, subfolders):
         digest.update(file.relative_to(folder).as_posix().encode())
         digest.update(bytes.fromhex(sha256_of(file)))
     return digest.hexdigest()
@@ -445,8 +458,8 @@ def _check_vocabulary(
 
 # %% ../../nbs/03_models/00_inputs.ipynb #44185fa4
 def import_class(
-    path: str,
-) -> type:  # such as "FluxPipeline", a class of diffusers, or "package.module.Class"
+    path: str,  # such as "FluxPipeline" for a class of diffusers, or "package.module.Class"
+) -> type:
     """Import a class by its name and return it."""
     module, _, name = path.rpartition(".")
     return getattr(importlib.import_module(module or "diffusers"), name)
@@ -501,7 +514,7 @@ def build_meta_network(
     builder: Any,  # class of diffusers, or a function that makes a network from the configuration
     config: dict,  # the network's configuration
     file: str,  # path of the configuration, for the error message
-    description: str = "network",  # description the configuration describes, for the error message
+    description: str = "network",  # what the configuration describes, for the error message
 ) -> Any:
     """Build a network that has shapes but no memory, on torch's meta device.
 
@@ -535,7 +548,8 @@ def check_network_weights(
     for name in ("scaling_factor", "shift_factor"):
         is_number = type(config.get(name, 0)) in (int, float)
         # A VAE without a shift has null as shift_factor.
-        if not is_number and (name, config[name]) != ("shift_factor", None):
+        is_absent_shift = name == "shift_factor" and config.get(name) is None
+        if not is_number and not is_absent_shift:
             raise InputError(
                 f"model: {folder}/{subfolder}/config.json must have a number as {name}; got {config[name]!r}."
             )
@@ -557,8 +571,8 @@ def check_network_weights(
 def _load_tokenizer(
     folder: Path,  # a pipeline's folder
     subfolder: str,  # its sub-folder, such as tokenizer_2
-) -> Any:
-    """Load a tokenizer with the class that the pipeline names, and check that it works.
+) -> Any:  # a tokenizer of transformers
+    """Load a tokenizer with the class that the pipeline names, check that it works, and return it.
 
     Raises InputError if it is damaged or does not fit its text encoder.
     """
@@ -584,8 +598,8 @@ def _load_tokenizer(
     size = encoder.get("vocab_size")
     if len(ids) != 8 or (isinstance(size, int) and not 0 <= min(ids) <= max(ids) < size):
         raise InputError(
-            f"model: the tokenizer in {folder}/{subfolder} gives tokens that the text encoder, of {size}, does "
-            "not have."
+            f"model: the tokenizer in {folder}/{subfolder} must give 8 tokens that the text encoder has, which knows "
+            f"{size}; got {ids!r:.80}."
         )
 
     # The tokenizer's own length matters for CLIP alone: for other encoders `max_tokens` sets it.
@@ -604,7 +618,7 @@ def _load_tokenizer(
 
 def find_unknown_words(
     folder: Path,  # a pipeline's folder
-    prompts: list[str],  # words separated by blanks
+    prompts: list[str],  # texts, whose words are separated by blanks
 ) -> list[str]:
     """Return the words in the prompts that the model's tokenizer does not know, each once.
 
@@ -691,11 +705,11 @@ def check_components(
         check_network_weights(folder, component, import_class(class_name))
 
 # %% ../../nbs/03_models/00_inputs.ipynb #f3989984
-# extension of a file -> what the file must contain, for error messages
+# extension of a file of prompts -> what the file must contain, for error messages
 _PROMPT_FILES = {
-    ".txt": "one prompt a line, UTF-8",
-    ".jsonl": 'a JSON object with a field "prompt" a line',
-    ".ndjson": 'a JSON object with a field "prompt" a line',
+    ".txt": "one prompt per line, UTF-8",
+    ".jsonl": 'a JSON object with a field "prompt" per line',
+    ".ndjson": 'a JSON object with a field "prompt" per line',
     ".json": 'a JSON list of texts, or of objects with a field "prompt"',
     ".csv": "a table with commas and a column Prompt or Prompts",
     ".tsv": "a table with tabs and a column Prompt or Prompts",
@@ -720,13 +734,11 @@ def split_prompt_column(
     The name of a shipped list, and a file whose own name contains a colon, are not split.
     """
     path, colon, column = source.rpartition(":")
-    has_column = (
-        colon
-        and not source.startswith("pocket:")
-        and not is_prompt_list(source)
-        and is_prompt_list(path)
-    )
-    return (path, column) if has_column else (source, "")
+    if not colon or source.startswith("pocket:") or is_prompt_list(source):
+        return source, ""
+    if not is_prompt_list(path):
+        return source, ""
+    return path, column
 
 
 def is_prompt_list(
@@ -762,8 +774,8 @@ def _read_table(
                 start = reader.line_num + 1
         except csv.Error as error:
             raise ValueError(
-                f"line {start} is no row of a table, {error}; a prompt with a comma, a quote or a line break must "
-                "stand in quotes, with each quote in it doubled"
+                f"line {start} is not a row of a table, {error}; a prompt with a comma, a quote or a line break must "
+                "be enclosed in quotes, with each quote in it doubled"
             ) from None
     else:
         rows = [
@@ -774,14 +786,15 @@ def _read_table(
     if not rows:
         return []
 
-    (_, names), *rows = rows
-    names = [name.strip() for name in names]
+    header_fields = rows[0][1]
+    rows = rows[1:]
+    names = [name.strip() for name in header_fields]
     for number, fields in rows:
         if len(fields) != len(names):
             mark = "a comma" if delimiter == "," else "a tab"
             raise ValueError(
                 f"line {number} has {len(fields)} fields and the header has {len(names)}; a prompt with {mark} or a "
-                "line break must stand in quotes"
+                "line break must be enclosed in quotes"
             )
     if repeated := [name for name in names if names.count(name) > 1]:
         raise ValueError(f"the header has the column {repeated[0]!r} twice")
@@ -792,10 +805,10 @@ def _read_table(
 
 
 def _undo_csv_quoting(field: str) -> str:
-    """Undo the CSV quoting of a field, if it is quoted.
+    """Remove the enclosing quotes of a field, and halve the doubled quotes in it.
 
-    A field counts as quoted if it stands in quotes and all quotes within it are doubled. Any other field is
-    returned unchanged.
+    A field is unquoted only if it is enclosed in quotes, contains at least one doubled quote, and no single one. Any
+    other field is returned unchanged.
     """
     is_quoted = re.fullmatch(r'"((?:[^"]|"")*)"', field) and '""' in field[1:-1]
     return field[1:-1].replace('""', '"') if is_quoted else field
@@ -831,7 +844,7 @@ def _read_json_lines(text: str) -> list[tuple[str, Any]]:
         except InputError as error:
             raise ValueError(f"line {number}: {error}") from None
         except (ValueError, RecursionError):
-            raise ValueError(f"line {number} is no JSON") from None
+            raise ValueError(f"line {number} is not JSON") from None
     return values
 
 
@@ -905,7 +918,7 @@ def _table_records(table: Any) -> list[tuple[str, Any]]:  # table: a pyarrow.Tab
 
 def _read_arrow(
     data: bytes,  # content of the file
-    kind: str,  # its extension, .parquet or .arrow
+    extension: str,  # .parquet or .arrow
 ) -> list[tuple[str, Any]]:  # as `_table_records` returns them
     """Read the header and rows of a Parquet or Arrow file.
 
@@ -920,7 +933,7 @@ def _read_arrow(
         )
     except ImportError:
         raise ValueError(f"it needs pyarrow: {_INSTALL_DATASETS}") from None
-    if kind == ".parquet":
+    if extension == ".parquet":
         return _table_records(parquet.read_table(BufferReader(data)))
     try:
         table = ipc.open_stream(BufferReader(data)).read_all()  # as the datasets library writes it
@@ -1002,13 +1015,12 @@ def _find_shipped_list(
 
 
 def read_prompt_records(
-    source: str,  # a file of one of the _PROMPT_FILES, also as FILE:COLUMN, or "pocket:train"
+    source: str,  # a file or dataset folder, FILE:COLUMN, or a shipped list such as "pocket:train"
     field: str = "prompts",  # the setting's name, for the error message
     negative_prompts: bool = True,  # allow records with a negative prompt
     sizes: bool = False,  # allow records with a size of their images
-    # per prompt: its place, such as "line 2"; the prompt; the text or mapping that contains it
-) -> list[tuple[str, str, Any]]:
-    """Read a list of prompts, each with its place in the file and the whole record.
+) -> list[tuple[str, str, Any]]:  # per prompt: its place, such as "line 2", the prompt, its record
+    """Read a list of prompts, each with its place in the file and the text or mapping that contains it.
 
     For HPDv2's comparisons, only the first record of each prompt is returned. Raises InputError if the list is
     missing, empty or unreadable, or if a record asks for its own way of sampling.
@@ -1025,14 +1037,17 @@ def read_prompt_records(
         )
 
     # Split the file into records, and extract the prompt of each record.
-    kind = path.suffix.lower()
+    extension = path.suffix.lower()
     try:
         if path.is_dir():
             records = _read_dataset_folder(path)
         else:
-            records = _parse_records(path.read_bytes(), kind)
-        if records and records[0][0] == "header":
-            find_prompt_column(records.pop(0)[1], column)
+            records = _parse_records(path.read_bytes(), extension)
+        if records:
+            place, header = records[0]
+            if place == "header":
+                find_prompt_column(header, column)  # raises ValueError if there is no such column
+                records = records[1:]
         prompts = [
             (place, _extract_prompt(place, record, column), record) for place, record in records
         ]
@@ -1041,7 +1056,7 @@ def read_prompt_records(
         ValueError,
         RecursionError,
     ) as error:  # invalid JSON and YAML raise ValueErrors
-        wanted = _PROMPT_FILES.get(kind, _PROMPT_FILES[".txt"])
+        wanted = _PROMPT_FILES.get(extension, _PROMPT_FILES[".txt"])
         if path.is_dir():
             wanted = "a folder that `save_to_disk` of the datasets library made"
         reason = str(error) if type(error) in (ValueError, InputError) else type(error).__name__
@@ -1072,35 +1087,36 @@ def read_prompt_records(
     # HPDv2 has a record per pair of images: keep the first record of each prompt.
     if all(isinstance(record, dict) and _COMPARISON_FIELD in record for _, _, record in prompts):
         first: dict[str, tuple[str, str, Any]] = {}
-        for entry in prompts:
-            first.setdefault(entry[1], entry)
+        for place, prompt, record in prompts:
+            first.setdefault(prompt, (place, prompt, record))
         prompts = list(first.values())
     return prompts
 
 
 def _parse_records(
     data: bytes,  # content of the file
-    kind: str,  # the file's extension; an unknown one is read as .txt
+    extension: str,  # of the file, such as .csv; an unknown one is read as .txt
 ) -> list[tuple[str, Any]]:  # per record: its place, such as "line 2", and its value
     """Split the content of a file into records.
 
     Raises ValueError if it does not have the format that its extension or its first line suggests.
     """
-    if kind in (".parquet", ".arrow"):
-        return _read_arrow(data, kind)
+    if extension in (".parquet", ".arrow"):
+        return _read_arrow(data, extension)
     try:
         text = data.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
     except UnicodeDecodeError as error:
         line = data[: error.start].count(b"\n") + 1
         raise ValueError(f"line {line} is not UTF-8") from None
-    if kind in (".csv", ".tsv"):
-        rows = _read_table(text, "\t" if kind == ".tsv" else ",")
+    if extension in (".csv", ".tsv"):
+        delimiter = "\t" if extension == ".tsv" else ","
+        rows = _read_table(text, delimiter)
         return rows or [("header", {})]
-    if kind in (".jsonl", ".ndjson"):
+    if extension in (".jsonl", ".ndjson"):
         return _read_json_lines(text)
-    if kind == ".json":
+    if extension == ".json":
         return _number_entries(json.loads(text, object_pairs_hook=_build_record))
-    if kind in (".yaml", ".yml"):
+    if extension in (".yaml", ".yml"):
         return _number_entries(parse_yaml(text, "it"))
     return _read_lines(text)
 
@@ -1141,9 +1157,9 @@ def _size_of_record(
     place: str,  # setting, line and file, for the error message
     record: Mapping,  # the prompt and its other fields
 ) -> tuple[int, int] | None:  # height and width in pixels; None: the record names no size
-    """Return the size that a record names for its images.
+    """Return the size that a record names for its images, by `resolution` or by `height` and `width`.
 
-    Raises InputError if the value is not a size.
+    Raises InputError if the value is not a size, or the record names two sizes.
     """
     size_fields: dict[str, Any] = {}
     for name, value in record.items():
@@ -1166,7 +1182,8 @@ def _size_of_record(
     # In a CSV table every value is a text.
     sides = [int(x) if isinstance(x, str) and x.strip().isdecimal() else x for x in sides]
     is_size = len(sides) == 2 and all(type(side) is int and side > 0 for side in sides)
-    if not is_size or "resolution" in size_fields and len(size_fields) > 1:
+    is_ambiguous = "resolution" in size_fields and len(size_fields) > 1
+    if not is_size or is_ambiguous:
         raise InputError(
             f"{place} must name the size of its images by a `resolution`, a side length or [height, width], or by a "
             f"`height` and a `width`; got {format_value(size_fields)}"
@@ -1200,7 +1217,10 @@ def _check_sampling_fields(
     negative_prompts: bool,  # allow a negative prompt
     sizes: bool,  # allow a size of the images
 ) -> None:
-    """Raise InputError if a record asks for its own way of sampling, such as a seed."""
+    """Raise InputError if a record asks for its own way of sampling, such as a seed.
+
+    A negative prompt and a size are allowed if the parameters say so and their values are valid.
+    """
     if sizes:
         _size_of_record(place, record)
     if negative_prompts:
@@ -1213,22 +1233,22 @@ def _check_sampling_fields(
         if normalized == _NEGATIVE_FIELD and negative_prompts:
             if not is_blank and not isinstance(value, str):
                 raise InputError(
-                    f"{place} holds {format_value(value)} as {name}, where a text is needed"
+                    f"{place} holds {format_value(value)} as {name}; it must be a text"
                 )
             if len(str(value)) > _LONGEST_PROMPT:
                 raise InputError(
-                    f"{place} holds a {name} of {len(str(value))} characters; allowed are {_LONGEST_PROMPT}."
+                    f"{place} holds a {name} of {len(str(value))} characters; at most {_LONGEST_PROMPT} are allowed."
                 )
             continue
         if normalized in (*_SAMPLING_FIELDS, _NEGATIVE_FIELD) and not is_blank:
             raise InputError(
-                f"{place} sets {name} to {str(value)[:40]!r}, but a run samples all prompts alike; remove it, or write "
+                f"{place} sets {name} to {str(value)[:40]!r}, but a run samples all prompts in the same way; remove it, or write "
                 f"{path}:{find_prompt_column(record)} to read that column alone."
             )
 
 
 def read_prompts(
-    source: str,  # a file, FILE:COLUMN, or a shipped list such as "pocket:train"
+    source: str,  # as for `read_prompt_records`
     field: str = "prompts",  # the setting's name, for error messages
     negative_prompts: bool = True,  # allow records with a negative prompt
 ) -> list[str]:
@@ -1296,7 +1316,7 @@ class ImagePrompt(str):
         prompt = super().__new__(cls, text)
         prompt.image = Path(image)
         if not prompt.image.is_file():
-            raise ValueError(f"{prompt.image} is no file")
+            raise ValueError(f"{prompt.image} is not a file")
         stat = prompt.image.stat()
         hash_and_size = _read_image_hash_and_size(prompt.image, stat.st_size, stat.st_mtime_ns)
         prompt.image_sha256, prompt.size = hash_and_size
@@ -1323,15 +1343,15 @@ class ImagePrompt(str):
         return hash((str(self), self.image_sha256))
 
     def __reduce__(self) -> tuple:
-        """Return how to pickle the prompt, such that loading it does not need the image's file."""
+        """Pickle the text and the attributes, so that loading the prompt does not need the image's file."""
         return _copy_image_prompt, (str(self), vars(self))
 
 
 def _copy_image_prompt(
-    text: str,
-    attributes: Mapping[str, Any],  # of the `ImagePrompt` to copy
+    text: str,  # of the new prompt
+    attributes: Mapping[str, Any],  # of the `ImagePrompt` to copy: image, image_sha256 and size
 ) -> ImagePrompt:
-    """Make a prompt with this text and these attributes, without reading the image."""
+    """Create an `ImagePrompt` with this text and these attributes, without reading the image."""
     prompt = str.__new__(ImagePrompt, text)
     vars(prompt).update(attributes)
     return prompt
@@ -1346,7 +1366,7 @@ def _open_upright(file: Path) -> Image.Image:  # RGB
         with Image.open(file) as image:
             return ImageOps.exif_transpose(image).convert("RGB")
     except Exception as error:  # Pillow raises exceptions of many types
-        raise ValueError(f"{file} is no image that can be read ({type(error).__name__})") from None
+        raise ValueError(f"{file} is not a readable image ({type(error).__name__})") from None
 
 
 @functools.cache
@@ -1370,8 +1390,8 @@ def open_source_image(
     """
     if not isinstance(prompt, ImagePrompt):
         raise InputError(
-            "`prompts` must each have an image, because the model edits images; got "
-            f"{format_value(prompt)} alone"
+            "`prompts` must each have an image, because the model edits images; got the text "
+            f"{format_value(prompt)} without one"
         )
     try:
         image = _open_upright(prompt.image)
@@ -1465,10 +1485,13 @@ def read_run_prompts(
 
 
 def may_have_sizes(
-    settings: Any,  # of a run, or without `resolution`, for which the answer is False
+    settings: Any,  # of a run; settings without `resolution` allow no sizes
     field: str,  # prompts or eval_prompts
 ) -> bool:
-    """Return True if the records of a run's list may name the size of their images."""
+    """Return True if the records of a run's list may name the size of their images.
+
+    Only training prompts may, and only if `resolution` has several sizes.
+    """
     has_sizes = hasattr(settings, "resolution") and len(training_sizes(settings)) > 1
     return field == "prompts" and has_sizes
 
@@ -1484,17 +1507,17 @@ def read_prompt_sizes(
     is_column = bool(split_prompt_column(source)[1])  # only that column is read
     if is_column or not may_have_sizes(settings, "prompts"):
         return [None] * len(read_run_prompts(settings))
-    known = {image_size(size): size for size in training_sizes(settings)}
+    allowed = {image_size(size): size for size in training_sizes(settings)}
     sizes: list[int | tuple[int, int] | None] = []
     for place, _, record in read_prompt_records(source, "prompts", sizes=True):
         place = f"prompts: {place} of {source}"
         size = _size_of_record(place, record) if isinstance(record, dict) else None
-        if size is not None and size not in known:
+        if size is not None and size not in allowed:
             raise InputError(
                 f"{place} must name one of the sizes in `resolution`, {format_resolution(settings.resolution)}; got "
                 f"{format_resolution(size)}"
             )
-        sizes.append(None if size is None else known[size])
+        sizes.append(None if size is None else allowed[size])
     return sizes
 
 
@@ -1510,7 +1533,7 @@ def read_run_prompts_with_records(
 
 
 def prompt_identity(prompt: str) -> str | list[str]:
-    """Return what identifies a prompt, as a JSON value: its text, or its text and the hash of its image."""
+    """Return a JSON value that identifies a prompt: its text, or its text and the hash of its image."""
     if isinstance(prompt, ImagePrompt):
         return [str(prompt), prompt.image_sha256]
     return prompt
@@ -1539,8 +1562,8 @@ def read_negative_prompts(
         negative = _negative_prompt_of_record(f"{field}: {place} of {source}", record)
         if negatives.setdefault(prompt, negative) != negative:
             raise InputError(
-                f"{field}: {source} has in {place} a second negative prompt for {str(prompt)[:60]!r}; one prompt "
-                "must always have the same"
+                f"{field}: {source} has in {place} a second negative prompt for {str(prompt)[:60]!r}; a prompt "
+                "must have the same one wherever it occurs"
             )
     return {prompt: negative for prompt, negative in negatives.items() if negative}
 
@@ -1577,23 +1600,24 @@ def read_run_negative_prompts(
             if negatives.setdefault(prompt, negative) != negative:
                 raise InputError(
                     f"{field}: {source} has another negative prompt for {str(prompt)[:60]!r} than the run's other list; "
-                    "one prompt must always have the same"
+                    "a prompt must have the same one in both"
                 )
     return {prompt: negative for prompt, negative in negatives.items() if negative}
 
 
-def _list_content(
+def _prompts_as_json(
     settings: Any,  # with model, family and the list
     field: str,  # the setting that names the list
 ) -> list:  # per prompt: `prompt_identity`, or [`prompt_identity`, negative prompt] if it has one
     """Return the prompts and negative prompts of a list as JSON values, independent of the format of the file."""
     prompts, negatives = _read_run_list(settings, field)
-    return [
-        [prompt_identity(prompt), negatives[prompt]]
-        if prompt in negatives
-        else prompt_identity(prompt)
-        for prompt in prompts
-    ]
+    values: list = []
+    for prompt in prompts:
+        value = prompt_identity(prompt)
+        if prompt in negatives:
+            value = [value, negatives[prompt]]
+        values.append(value)
+    return values
 
 
 def describe_prompts(
@@ -1603,7 +1627,7 @@ def describe_prompts(
     family: str = "",  # of the model, as for `check_pipeline_folder`
     sizes: bool = True,  # allow records with a size of their images
 ) -> str:
-    """Return a line with the number of prompts, the first two, and how many are repeated.
+    """Describe a list in one line: the number of prompts, the first two, and how many are repeated.
 
     If the model edits images, the line also says how many of the images are not square. It also counts the
     prompts that have a negative prompt of their own, and those whose records name the size of their images.
@@ -1676,7 +1700,8 @@ def write_prompts(
                 json.dumps({name: value}, allow_nan=False)
             except (TypeError, ValueError):
                 raise InputError(
-                    f"`prompts` must hold values that JSON has; entry {number} has a {type(value).__name__} as {name}"
+                    f"`prompts` must hold values that JSON can represent; entry {number} has a "
+                    f"{type(value).__name__} as {name}"
                 ) from None
         lines.append(json.dumps(record, ensure_ascii=False) + "\n")
     if not lines:
@@ -1690,15 +1715,15 @@ def write_prompts(
 
 # %% ../../nbs/03_models/00_inputs.ipynb #a0bc70d0
 def sample_prompt_indices(
-    total: int,  # prompts in the list
-    count: int,  # prompts per iteration
+    total: int,  # number of prompts in the list
+    count: int,  # number of prompts per iteration
     seed: int,  # of the run
     iteration: int,  # from 0
 ) -> list[int]:  # all different
-    """Return the indices of an iteration's prompts.
+    """Return the indices of the prompts that an iteration trains on.
 
-    They come from shuffled epochs and are the same in all processes. Raises InputError if the list
-    has fewer than `count` prompts.
+    Each epoch shuffles the list and drops the remainder. All processes get the same indices. Raises InputError if the
+    list has fewer than `count` prompts.
     """
     if count > total:
         raise InputError(
@@ -1714,14 +1739,14 @@ def space_positions_evenly(
     total: int,  # length of the list
     count: int,  # positions to choose; all of the list if it is shorter
 ) -> list[int]:
-    """Return positions that are spread evenly over a list, starting with its first entry."""
+    """Return `count` positions that are evenly spaced in a list, starting with 0."""
     count = min(count, total)
     return [i * total // count for i in range(count)]
 
 # %% ../../nbs/03_models/00_inputs.ipynb #inputs-content
-def _hash_lists(settings: Any) -> str:  # hex
-    """Return one sha256 of the training and evaluation prompts of a run."""
-    contents = [_list_content(settings, name) for name in ("prompts", "eval_prompts")]
+def _hash_prompt_lists(settings: Any) -> str:  # hex
+    """Return one sha256 of a run's training and evaluation prompts, with their negative prompts."""
+    contents = [_prompts_as_json(settings, name) for name in ("prompts", "eval_prompts")]
     return hashlib.sha256(json.dumps(contents).encode()).hexdigest()
 
 
@@ -1760,16 +1785,15 @@ def check_embedded_guidance(
 
 def check_and_hash_inputs(
     settings: Any,  # of a run
-) -> dict[
-    str, str
-]:  # keyed by model_sha256, prompts_sha256, and records_sha256 if there are records
-    """Check a run's model and prompts, and return their hashes.
+) -> dict[str, str]:
+    """Check a run's model and prompts, and return their hashes in hex.
 
+    The keys are `model_sha256`, `prompts_sha256`, and `records_sha256` if the records hold more than prompts.
     Raises InputError if one of them is missing, damaged, or does not fit the settings, such as a list that is too short.
     """
     prompts = read_run_prompts(settings)
     read_prompt_sizes(settings)
-    lists_sha256 = _hash_lists(settings)
+    lists_sha256 = _hash_prompt_lists(settings)
     read_run_negative_prompts(settings)
     sample_prompt_indices(len(prompts), settings.prompts_per_iteration, settings.seed, 0)
     model = locate_model(settings.model)
@@ -1848,17 +1872,15 @@ def hash_prompts(
     field: str,  # prompts or eval_prompts
 ) -> str:  # hex
     """Return the sha256 of a list's prompts and negative prompts, independent of the format of the file."""
-    return hashlib.sha256(json.dumps(_list_content(settings, field)).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(_prompts_as_json(settings, field)).encode()).hexdigest()
 
 
 def model_stamp(folder: Path) -> str:  # hex
     """Return a hash of the names, sizes and modification times of a model's files, without reading them."""
-    folder = Path(folder)
-    files = [f for part in MODEL_FOLDERS for f in (folder / part).rglob("*") if f.is_file()]
-    stats = [
-        (f.relative_to(folder).as_posix(), f.stat().st_size, f.stat().st_mtime_ns)
-        for f in sorted(files)
-    ]
+    stats = []
+    for file in _list_files(folder, MODEL_FOLDERS):
+        stat = file.stat()
+        stats.append((file.relative_to(folder).as_posix(), stat.st_size, stat.st_mtime_ns))
     return hashlib.sha256(json.dumps(stats).encode()).hexdigest()
 
 
@@ -1873,10 +1895,12 @@ def _hash_stamped_model(
 
 def describe_inputs(
     settings: Any,  # of a run
-) -> dict[
-    str, str
-]:  # keyed by model_stamp, model_index, prompts, eval_prompts, and NAME_records for a list with records
-    """Return what a run records about its model and each list, so that `find_changed_input` can compare it later."""
+) -> dict[str, str]:
+    """Return the hashes that a run records of its model and its lists, for `find_changed_input` to compare later.
+
+    The keys are `model_stamp`, `model_index`, `prompts`, `eval_prompts`, and for a list whose records hold more than
+    prompts also `prompts_records` or `eval_prompts_records`.
+    """
     folder = locate_model(settings.model)
     lists = {name: hash_prompts(settings, name) for name in ("prompts", "eval_prompts")}
     for name in ("prompts", "eval_prompts"):
@@ -1891,14 +1915,14 @@ def describe_inputs(
 
 def find_changed_input(
     settings: Any,  # of a run
-    known: Mapping,  # model_sha256, prompts_sha256 and inputs of run.json; a missing key is not compared
+    run_info: Mapping,  # content of run.json; of model_sha256, prompts_sha256 and inputs, a missing key is not compared
     names: Sequence[str] = ("model", "prompts", "eval_prompts"),  # inputs to compare
 ) -> str | None:
     """Return the name of the first input that differs from what the run recorded, or None.
 
     Raises InputError if an input is missing.
     """
-    recorded = known.get("inputs") or {}
+    recorded = run_info.get("inputs") or {}
     if "model" in names:
         folder = locate_model(settings.model)
         index = folder / "model_index.json"
@@ -1906,7 +1930,7 @@ def find_changed_input(
             return "model"
         # The stamp is cheap: hash the files only if it differs.
         stamp = model_stamp(folder)
-        model_hash = known.get("model_sha256")
+        model_hash = run_info.get("model_sha256")
         if (
             model_hash
             and recorded.get("model_stamp") != stamp
@@ -1921,7 +1945,7 @@ def find_changed_input(
         if records and records != hash_records(getattr(settings, name), name):
             return name
         # An older run recorded one hash for both lists.
-        if name not in recorded and known.get("prompts_sha256"):
-            if _hash_lists(settings) != known["prompts_sha256"]:
+        if name not in recorded and run_info.get("prompts_sha256"):
+            if _hash_prompt_lists(settings) != run_info["prompts_sha256"]:
                 return name
     return None
