@@ -209,7 +209,7 @@ def wrong_files(home, folder):
     layer = first.removesuffix(".lora_A.weight")
     other = {name: x for name, x in tensors.items() if name != first}
     bad = {
-        "half": (other, {}, "two matrices per layer"),
+        "half": (other, {}, "two matrices of the same rank"),
         "dora": (tensors | {f"{layer}.lora_magnitude_vector": torch.ones(3)}, {}, "DoRA"),
         "text": (
             tensors | {"text_encoder.layers.0.q_proj.lora_A.weight": torch.ones(2, 4)},

@@ -250,7 +250,7 @@ def test_a_compiler_is_looked_for_before_weights(monkeypatch):
     )
     for device, word in (("cuda", "C compiler"), ("cpu", r"C\+\+ compiler")):
         with pytest.raises(
-            InputError, match=f"`compile` must be off on a machine without a {word}"
+            InputError, match=f"`compile` must be false on a machine without a {word}"
         ):
             trainable.load_trainable_policy("pocket", resolution=64, compile=True, device=device)
 

@@ -19,9 +19,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ..core.settings import Settings
 from chunk_grpo.models.cost import (
-    block_kind,
+    describe_block,
     largest_training_size,
-    meta_forward,
+    run_meta_forward,
     build_meta_policy,
     run_two_blocks_per_kind,
 )
@@ -157,7 +157,7 @@ def _largest_block_bytes(
     formats: _GpuNumberFormats,  # in which the forward pass computes
     rows: int,  # transitions in the batch
 ) -> int:
-    """Return the peak bytes of one block that runs forward and backward by itself; of all blocks, the largest peak.
+    """Run one block of each kind forward and backward by itself, and return the largest of their peaks in bytes.
 
     Gradients of weights are not counted, since they remain after the block; the block's input is not counted either.
     """
@@ -165,12 +165,12 @@ def _largest_block_bytes(
 
     def record(block, args, kwargs):
         """Store a block and the arguments that it is called with."""
-        inputs[block_kind(block)] = block, (args, kwargs)
+        inputs[describe_block(block)] = block, (args, kwargs)
 
     blocks = find_blocks(policy.transformer).values()
     hooks = [block.register_forward_pre_hook(record, with_kwargs=True) for block in blocks]
     with formats, run_two_blocks_per_kind(policy.transformer, lambda: 0):
-        meta_forward(config, policy, rows)
+        run_meta_forward(config, policy, rows)
     for hook in hooks:
         hook.remove()
     peaks = [0]
@@ -214,7 +214,7 @@ def _count_activation_bytes(
     formats = _GpuNumberFormats(policy.dtype)
 
     def count_bytes(rows: int) -> int:
-        """Return the bytes that exist at once with this number of rows."""
+        """Return the bytes that are saved, and the peak of the largest block, with this number of rows."""
         # Before checkpointing is enabled, which would call the blocks through a function of its own.
         block_peak = _largest_block_bytes(config, policy, formats, rows) if checkpointing else 0
         if checkpointing:
@@ -224,7 +224,7 @@ def _count_activation_bytes(
                 skipped,
                 _,
             ):
-                meta_forward(config, policy, rows)
+                run_meta_forward(config, policy, rows)
         if checkpointing:
             policy.transformer.disable_gradient_checkpointing()
         return sum(storages.values()) + sum(skipped) + block_peak
@@ -338,9 +338,9 @@ def images_decoded_at_once(
     resolution: int | tuple[int, int],  # side length or (height, width), pixels
     images: int,  # to be decoded
 ) -> int:
-    """Return how many of the images the VAE decodes in one batch.
+    """Return the size of the batches in which the VAE decodes the images: all at once, or as many as it may.
 
-    There is a limit because torch's convolutions take at most 2^31 numbers.
+    torch's convolutions take at most 2^31 numbers, which limits the batch.
     """
     return min(images, _decode_limit(config, resolution))
 

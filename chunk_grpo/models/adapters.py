@@ -152,9 +152,8 @@ def _read_adapter_file(file: Path) -> tuple[dict[str, Tensor], dict]:
 
 
 def _unflatten_names(
-    tensors: dict[
-        str, Tensor
-    ],  # names such as lora_transformer_blocks_0_attn_to_q.lora_down.weight
+    # keyed by names such as lora_transformer_blocks_0_attn_to_q.lora_down.weight
+    tensors: dict[str, Tensor],
     layer_names: Sequence[str],  # of the network's linear layers
     file: Path,  # of the adapter, for the error message
 ) -> tuple[dict[str, Tensor], dict[str, float]]:
@@ -268,9 +267,7 @@ def read_adapter(
                 f"`lora_start` must hold LoRA factors of the transformer alone; {file} holds {name[:120]}"
             )
         if not bool(tensor.isfinite().all()):
-            raise InputError(
-                f"`lora_start` must hold finite numbers; {name} of {file} holds infinity or NaN"
-            )
+            raise InputError(f"`lora_start` must be finite; {name} of {file} holds infinity or NaN")
         kind = "A" if match["factor"] in ("lora_A", "lora.down") else "B"
         factors.setdefault(match["layer"], {})[kind] = tensor.float()
 
@@ -296,7 +293,7 @@ def _check_adapter_fits(
     rank: int,  # `lora_rank` of the run
     source: str,  # value of `lora_start`, for the error message
 ) -> None:
-    """Raise InputError unless the adapter's layers and shapes are among those that the run adapts, with at most `rank`."""
+    """Raise InputError if the adapter's rank exceeds the run's, or one of its layers is not adapted or differs in shape."""
     if adapter.rank > rank:
         raise InputError(
             f"`lora_rank` must be at least {adapter.rank}, the rank of the adapter {source}; got {rank}"
@@ -339,7 +336,7 @@ def _tensors_of_layout(
     adapter: Adapter,
     layout: str,  # one of LAYOUTS
 ) -> dict[str, Tensor]:
-    """Return an adapter's tensors, keyed by their names in a layout, with a scale of 1."""
+    """Return an adapter's tensors, keyed by the names that they have in a layout; readers must apply a scale of 1."""
     tensors = {}
     for name, (a, b) in adapter.layers.items():
         if layout == "kohya":
@@ -422,9 +419,10 @@ def load_start_adapter(
     settings: Any,  # of the run
     run: Path,  # its folder, which has a copy of the adapter that it started from
 ) -> None:
-    """Start a policy from the adapter that the setting `lora_start` names, if it names one.
+    """Start a policy from the adapter that the setting `lora_start` names; without that setting, do nothing.
 
-    Raises InputError if the run has lost its copy, or the adapter does not fit.
+    A run that has begun uses the copy in its own folder. Raises InputError if that copy is missing, or the adapter does
+    not fit.
     """
     if not settings.lora_start:
         return

@@ -13,7 +13,7 @@ __all__ = ['OTHER_FILES', 'MODEL_FOLDERS', 'FAMILIES', 'SCHEDULER', 'locate_mode
            'read_run_prompts_with_records', 'prompt_identity', 'read_negative_prompts', 'read_run_negative_prompts',
            'describe_prompts', 'write_prompts', 'sample_prompt_indices', 'space_positions_evenly',
            'check_one_size_for_editing', 'check_embedded_guidance', 'check_and_hash_inputs', 'make_inputs_absolute',
-           'hash_prompts', 'model_stamp', 'describe_inputs', 'find_changed_input']
+           'hash_prompts', 'hash_file_stats', 'describe_inputs', 'find_changed_input']
 
 # %% ../../nbs/03_models/00_inputs.ipynb #05005ec1
 import contextlib
@@ -1875,7 +1875,7 @@ def hash_prompts(
     return hashlib.sha256(json.dumps(_prompts_as_json(settings, field)).encode()).hexdigest()
 
 
-def model_stamp(folder: Path) -> str:  # hex
+def hash_file_stats(folder: Path) -> str:  # hex
     """Return a hash of the names, sizes and modification times of a model's files, without reading them."""
     stats = []
     for file in _list_files(folder, MODEL_FOLDERS):
@@ -1887,7 +1887,7 @@ def model_stamp(folder: Path) -> str:  # hex
 @functools.lru_cache(maxsize=8)
 def _hash_stamped_model(
     folder: Path,  # a pipeline's folder
-    stamp: str,  # of `model_stamp`, so that the cache misses if the folder has changed
+    stamp: str,  # of `hash_file_stats`, so that the cache misses if the folder has changed
 ) -> str:
     """Return the hash of a model's files, computed once per process."""
     return hash_model_files(folder, MODEL_FOLDERS)
@@ -1907,7 +1907,7 @@ def describe_inputs(
         if records := hash_records(getattr(settings, name), name):
             lists[f"{name}_records"] = records
     return {
-        "model_stamp": model_stamp(folder),
+        "model_stamp": hash_file_stats(folder),
         "model_index": sha256_of(folder / "model_index.json"),
         **lists,
     }
@@ -1929,7 +1929,7 @@ def find_changed_input(
         if index.is_file() and recorded.get("model_index", sha256_of(index)) != sha256_of(index):
             return "model"
         # The stamp is cheap: hash the files only if it differs.
-        stamp = model_stamp(folder)
+        stamp = hash_file_stats(folder)
         model_hash = run_info.get("model_sha256")
         if (
             model_hash
