@@ -237,7 +237,7 @@ def wrong_files(home, folder):
         )
         yield folder / f"{name}.safetensors", changes, words
     (folder / "cut.safetensors").write_bytes(b"cut")
-    yield folder / "cut.safetensors", {}, "must be a whole file"
+    yield folder / "cut.safetensors", {}, "must be an undamaged file"
     (folder / "pickle.bin").write_bytes(b"")
     yield folder / "pickle.bin", {}, "must be a .safetensors file"
     (folder / "empty").mkdir()

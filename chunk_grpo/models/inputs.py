@@ -115,7 +115,7 @@ def locate_model(
 # %% ../../nbs/03_models/00_inputs.ipynb #6cb8e6da
 def _list_files(
     folder: Path,  # a pipeline's folder
-    subfolders: tuple[str, ...],
+    subfolders: tuple[str, ...],  # names; a missing one is skipped
 ) -> list[Path]:  # sorted
     """List the regular files in some sub-folders of a pipeline's folder, at any depth."""
     files: list[Path] = []
@@ -127,9 +127,7 @@ def _list_files(
 
 def hash_model_files(
     folder: Path,  # a pipeline's folder
-    subfolders: tuple[
-        str, ...
-    ],  # those to hash, such as ("transformer", "vae"); a missing one is skipped
+    subfolders: tuple[str, ...],  # such as ("transformer", "vae"); a missing one is skipped
 ) -> str:  # hex
     """Return one sha256 of the names and contents of all files in the sub-folders.
 
@@ -753,12 +751,10 @@ def is_prompt_list(
 def _read_table(
     text: str,  # content of the file
     delimiter: str,  # a comma or a tab
-) -> list[
-    tuple[str, dict[str, str]]
-]:  # per row: its place, such as "line 2", and its fields, keyed by column
+) -> list[tuple[str, dict[str, str]]]:
     """Split the text of a table into its header and rows.
 
-    The first entry is the header, with the place "header" and empty fields; an empty table has no entries.
+    Returns one entry per row: its place, such as "line 2", and its fields, keyed by column. The first entry is the header, with the place "header" and empty fields; an empty table has no entries.
     Raises ValueError with the line of a row that does not have exactly one field per column.
     """
     lines = text.split("\n")
