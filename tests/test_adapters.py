@@ -1,6 +1,7 @@
 """Adapters of every layout: training continues them, and each reader of an export computes the same velocities."""
 
 import json
+import os
 import re
 import shutil
 
@@ -208,7 +209,7 @@ def wrong_files(home, folder):
     layer = first.removesuffix(".lora_A.weight")
     other = {name: x for name, x in tensors.items() if name != first}
     bad = {
-        "half": (other, {}, "two matrices per layer"),
+        "half": (other, {}, "two matrices of the same rank"),
         "dora": (tensors | {f"{layer}.lora_magnitude_vector": torch.ones(3)}, {}, "DoRA"),
         "text": (
             tensors | {"text_encoder.layers.0.q_proj.lora_A.weight": torch.ones(2, 4)},
@@ -236,7 +237,7 @@ def wrong_files(home, folder):
         )
         yield folder / f"{name}.safetensors", changes, words
     (folder / "cut.safetensors").write_bytes(b"cut")
-    yield folder / "cut.safetensors", {}, "must be a whole file"
+    yield folder / "cut.safetensors", {}, "must be an undamaged file"
     (folder / "pickle.bin").write_bytes(b"")
     yield folder / "pickle.bin", {}, "must be a .safetensors file"
     (folder / "empty").mkdir()
@@ -250,6 +251,42 @@ def test_what_cannot_be_continued_is_rejected_before_a_folder_is_made(whole, tmp
         said = run("train", whole / "s.yaml", *given, "--out", tmp_path / "out", code=2)
         assert words in said and len(said.strip().splitlines()) == 1, (source, said)
         assert not (tmp_path / "out").exists()
+
+
+def make_pipe(path):
+    """Make a pipe whose other end is open, so that a reader that opens it fails instead of waiting."""
+    os.mkfifo(path)
+    return os.open(path, os.O_RDWR | os.O_NONBLOCK)
+
+
+@pytest.mark.parametrize("in_folder", [True, False])
+def test_adapter_that_is_a_pipe_is_rejected_in_one_sentence(tmp_path, in_folder):
+    pipe = tmp_path / "adapter_model.safetensors"
+    writer = make_pipe(pipe)
+    with pytest.raises(
+        InputError, match="`lora_start` must name regular files; got .*, which is a"
+    ):
+        adapters.find_adapter_file(str(tmp_path if in_folder else pipe))
+    os.close(writer)
+
+
+def test_final_weights_that_are_a_pipe_are_rejected_in_one_sentence(tmp_path):
+    writer = make_pipe(tmp_path / "pytorch_lora_weights.safetensors")
+    with pytest.raises(InputError, match="`run` must name regular files; got .*, which is a pipe"):
+        trainable.read_saved_weights(tmp_path)
+    os.close(writer)
+
+
+def test_peft_finds_the_files_of_its_layout_under_its_own_names(tmp_path):
+    adapter = adapters.Adapter({"layer": (torch.ones(2, 3), torch.ones(4, 2))})
+    with pytest.raises(InputError, match="`file_name` must be empty or adapter_model.safetensors"):
+        adapters.write_adapter(adapter, tmp_path, "peft", adapters.START_FILE)
+    assert not list(tmp_path.iterdir())
+    adapters.write_adapter(adapter, tmp_path, "peft")
+    files = sorted(file.name for file in tmp_path.iterdir())
+    assert {"adapter_config.json", "adapter_model.safetensors"} <= set(files)
+    with pytest.raises(InputError, match="`layout` must be one of .*; got 'onnx'"):
+        adapters.write_adapter(adapter, tmp_path, "onnx")
 
 
 def test_a_hub_id_that_cannot_be_reached_is_named(monkeypatch):

@@ -62,7 +62,12 @@ def run(request, tmp_path, monkeypatch):
         "eval_rewards": [],
         "guidance": 2.5,
     }
-    run_settings = settings.load_settings("pocket/tiny", changes | WAYS[way])
+    changes |= WAYS[way]
+    config = json.loads((folder / "transformer/config.json").read_text())
+    family = inputs.find_family(inputs.check_pipeline_folder(folder))
+    if not family.embeds_guidance(config):
+        changes |= {name: 0.0 for name in ("guidance", "eval_guidance") if name in changes}
+    run_settings = settings.load_settings("pocket/tiny", changes)
     made = run_folder.create_run(run_settings, tmp_path / "run")
     words = ("resolution", "max_tokens", "guidance", "true_cfg_scale", "lora_rank")
     model = trainable.load_trainable_policy(

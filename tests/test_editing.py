@@ -90,10 +90,10 @@ def test_a_prompt_is_its_text_and_its_image(home):
         ("a red star", "must name an image in line 2"),
         ({"prompt": "a red star", "image": ""}, "must name an image in line 2"),
         ({"prompt": "a red star", "image": 3}, "must name an image in line 2"),
-        ({"prompt": "a red star", "image": "none.png"}, "none.png is no file"),
-        ({"prompt": "a red star", "image": "images"}, "images is no file"),
-        ({"prompt": "a red star", "image": "words.png"}, "words.png is no image that can be read"),
-        ({"prompt": "a red star", "image": "cut.png"}, "cut.png is no image that can be read"),
+        ({"prompt": "a red star", "image": "none.png"}, "none.png is not a file"),
+        ({"prompt": "a red star", "image": "images"}, "images is not a file"),
+        ({"prompt": "a red star", "image": "words.png"}, "words.png is not a readable image"),
+        ({"prompt": "a red star", "image": "cut.png"}, "cut.png is not a readable image"),
     ],
 )
 def test_an_image_that_is_missing_or_broken_is_named_before_a_weight_is_read(

@@ -100,7 +100,7 @@ def test_shipped_prompts_are_those_of_the_published_seed():
 def test_own_prompts_are_checked_line_by_line(tmp_path):
     good = json.dumps(geneval.read_geneval_prompts()[0])
     (tmp_path / "own.jsonl").write_text(f"{good}\n{{\n")
-    with pytest.raises(InputError, match="own.jsonl cannot be read .line 2 is no JSON"):
+    with pytest.raises(InputError, match="own.jsonl cannot be read .line 2 is not JSON"):
         geneval.read_geneval_prompts(tmp_path / "own.jsonl")
     (tmp_path / "own.jsonl").write_text(f"{good}\n")
     assert (

@@ -1,7 +1,9 @@
 """What is fetched of a repository, what a decode holds at once, and which layers an adapter stands beside."""
 
 import json
+import os
 import shutil
+from dataclasses import replace
 
 import pytest
 import tiny_families
@@ -13,7 +15,11 @@ from huggingface_hub.utils import filter_repo_objects
 from chunk_grpo import InputError
 from chunk_grpo.core import settings
 from chunk_grpo.models import inputs, policy, trainable
-from chunk_grpo.models.activations import fit_update_batch
+from chunk_grpo.models.activations import (
+    _GpuNumberFormats,
+    _largest_block_bytes,
+    fit_update_batch,
+)
 from chunk_grpo.models.cost import build_meta_policy, find_model_config, read_model_config
 from chunk_grpo.models.policy import decode_latents
 from chunk_grpo.runs import run_folder
@@ -52,6 +58,74 @@ def test_the_same_weights_are_fetched_once(monkeypatch, tmp_path):
         "fp16" in file or file.startswith("text_encoders/") or "/" not in file for file in left
     ), left
     assert "model_index.json" in asked["files"] and "tokenizer_3/spiece.model" in asked["files"]
+
+
+@pytest.mark.parametrize("name", ["transformer/diffusion_pytorch_model.safetensors", "vae/x.json"])
+def test_model_with_a_pipe_is_rejected_in_one_sentence(name, tmp_path):
+    folder = shutil.copytree(inputs.locate_model("pocket"), tmp_path / "model")
+    (folder / name).unlink(missing_ok=True)
+    os.mkfifo(folder / name)
+    writer = os.open(folder / name, os.O_RDWR | os.O_NONBLOCK)  # so that no reader waits
+    with pytest.raises(
+        InputError, match="`model` must name regular files; got .*, which is a pipe"
+    ):
+        inputs.check_pipeline_folder(folder)
+    if name.endswith(".safetensors"):
+        with pytest.raises(InputError, match="`model` must name regular files"):
+            inputs.read_tensor_shapes(folder, "transformer")
+    os.close(writer)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"guidance": 2.5}, {"eval_guidance": 4.0}, {"guidance": 0.0, "eval_guidance": 1.0}]
+)
+def test_guidance_scale_is_rejected_for_a_model_that_ignores_it(changes):
+    tiny = settings.load_settings("pocket/tiny", changes)
+    with pytest.raises(InputError, match="guidance` must be 0 or 3.5 .* takes no guidance scale"):
+        inputs.check_and_hash_inputs(tiny)
+
+
+@pytest.mark.parametrize("name", ["dev", "sd3", "qwen", "z_image", "klein"])
+def test_only_a_family_that_uses_the_guidance_scale_allows_it(name, tmp_path):
+    folder = tiny_families.build(name, tmp_path / name)
+    family = inputs.find_family(inputs.check_pipeline_folder(folder))
+    config = inputs.read_model_json(folder, "transformer/config.json")
+    given = settings.load_settings("pocket/tiny", {"guidance": 2.5})
+    if name == "dev":
+        inputs.check_embedded_guidance(given, family, config)
+    else:
+        with pytest.raises(InputError, match="`guidance` must be 0 or 3.5"):
+            inputs.check_embedded_guidance(given, family, config)
+    inputs.check_embedded_guidance(settings.load_settings("pocket/tiny"), family, config)
+
+
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        ({"lora_alpha": 4}, "`lora_alpha` must be 0 without an adapter"),
+        ({"sharding_group": 2}, "`sharding_group` must be 0 if `sharding` is none; got 2"),
+    ],
+)
+def test_training_option_without_effect_is_rejected(option, words):
+    with pytest.raises(InputError, match=words):
+        trainable.load_trainable_policy("pocket", resolution=64, max_tokens=12, **option)
+
+
+@pytest.mark.parametrize("rank", [0, 4])
+def test_largest_block_is_counted_if_the_last_one_has_frozen_layers(rank, tmp_path, monkeypatch):
+    """A block in the middle trains all its layers, so freezing layers of the last one does not lower the peak."""
+    config = read_model_config(tiny_families.build("qwen", tmp_path / "qwen"))
+    sizes = json.loads(config.transformer) | {"num_layers": 4}
+    config = replace(config, transformer=json.dumps(sizes))
+    family = inputs.find_family("QwenImagePipeline")
+
+    def count():
+        empty = build_meta_policy(config, 64, 12, rank=rank)
+        return _largest_block_bytes(config, empty, _GpuNumberFormats(torch.float32), rows=2)
+
+    counted = count()
+    monkeypatch.setattr(family, "layers_without_gradient", ())
+    assert counted == count()
 
 
 SHARES = {
@@ -176,7 +250,7 @@ def test_a_compiler_is_looked_for_before_weights(monkeypatch):
     )
     for device, word in (("cuda", "C compiler"), ("cpu", r"C\+\+ compiler")):
         with pytest.raises(
-            InputError, match=f"`compile` must be off on a machine without a {word}"
+            InputError, match=f"`compile` must be false on a machine without a {word}"
         ):
             trainable.load_trainable_policy("pocket", resolution=64, compile=True, device=device)
 
@@ -242,7 +316,7 @@ def test_a_tokenizer_of_another_encoder_makes_no_run(pocket_copy, tmp_path):
         word: n + 1000 * (n > 3) for word, n in content["model"]["vocab"].items()
     }
     file.write_text(json.dumps(content))
-    with pytest.raises(InputError, match="the text encoder, of 40, does not have"):
+    with pytest.raises(InputError, match="the text encoder has, which knows 40"):
         run_folder.create_run(
             settings.load_settings("pocket/tiny", {"model": str(pocket_copy)}), tmp_path / "run"
         )

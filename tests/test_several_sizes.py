@@ -370,5 +370,5 @@ def test_a_record_names_the_size_of_its_images(tmp_path):
             state_of(tmp_path / "run", prompts=str(file))
     write_list(lines)
     for words in ({"eval_prompts": str(file)}, {"prompts": str(file), "resolution": 64}):
-        with pytest.raises(InputError, match="but a run samples all prompts alike"):
+        with pytest.raises(InputError, match="but a run samples all prompts in the same way"):
             state_of(tmp_path / "run", **words)

@@ -225,7 +225,7 @@ def test_torch_may_not_choose_cudnns_attention(tiny):
 def test_a_machine_without_a_compiler_is_told(tiny, monkeypatch):
     monkeypatch.setattr(trainable.shutil, "which", lambda name: None)
     with pytest.raises(
-        InputError, match="`compile` must be off on a machine without a C\\+\\+ compiler"
+        InputError, match="`compile` must be false on a machine without a C\\+\\+ compiler"
     ):
         trainable.load_trainable_policy(tiny, **SIZE, compile=True)
 

@@ -168,7 +168,7 @@ WRONG = {
         "guidance": (*NUMBERS, -1.0),
         "true_cfg_scale": (*NUMBERS, 0.5),
         "device": (None, 0, "gpu", "", "cuda:x", "meta0", []),
-        "host": FLAGS,
+        "keep_on_cpu": FLAGS,
         "vae_tiling": FLAGS,
     },
     "write_prompts": {

@@ -156,7 +156,7 @@ def random_policy(
 
         key = "random weights"
 
-        def load_networks(self, weights: torch.dtype, host: bool) -> tuple[nn.Module, ...]:
+        def load_networks(self, weights: torch.dtype, keep_on_cpu: bool) -> tuple[nn.Module, ...]:
             """Make transformer and VAE where they compute."""
             made = []
             usual = torch.get_default_dtype()

@@ -19,8 +19,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ..core.settings import Settings
 from chunk_grpo.models.cost import (
+    describe_block,
     largest_training_size,
-    meta_forward,
+    run_meta_forward,
     build_meta_policy,
     run_two_blocks_per_kind,
 )
@@ -111,18 +112,18 @@ def _track_saved_tensors(policy: Policy) -> Iterator[dict[int, int]]:  # bytes, 
 class LiveBytesMode(TorchDispatchMode):
     """Count the bytes of the tensors that are created within this context.
 
-    `now` is the number of bytes of the tensors that exist, `peak` the most so far, and `largest` that of the
-    largest floating-point tensor.
+    `now` counts the tensors that still exist, `peak` is the largest value of `now` so far, and `largest` is the size of
+    the largest floating-point tensor.
     """
 
     def __init__(self) -> None:
         """Start all counts at 0."""
         super().__init__()
         self.now = self.peak = self.largest = 0
-        self.known: set[int] = set()
+        self.live_storages: set[int] = set()
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        """Run an operation and count the storages that it creates."""
+        """Run an operation, count the storages that it creates, and return its result."""
         out = function(*args, **(kwargs or {}))
         inputs = {
             t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)
@@ -130,8 +131,8 @@ class LiveBytesMode(TorchDispatchMode):
         for tensor in (t for t in tree_leaves(out) if isinstance(t, Tensor)):
             storage = tensor.untyped_storage()
             # A view, or a result in place, has the storage of an input.
-            if storage._cdata not in inputs and storage._cdata not in self.known:
-                self.known.add(storage._cdata)
+            if storage._cdata not in inputs and storage._cdata not in self.live_storages:
+                self.live_storages.add(storage._cdata)
                 self.now += storage.nbytes()
                 self.peak = max(self.peak, self.now)
                 # An integer tensor only stands for the memory of a tile that is not run again.
@@ -146,7 +147,7 @@ class LiveBytesMode(TorchDispatchMode):
         size: int,  # its bytes
     ) -> None:
         """Subtract the bytes of a storage that was freed."""
-        self.known.discard(key)
+        self.live_storages.discard(key)
         self.now -= size
 
 # %% ../../nbs/03_models/09_activations.ipynb #3f0383f4
@@ -156,7 +157,7 @@ def _largest_block_bytes(
     formats: _GpuNumberFormats,  # in which the forward pass computes
     rows: int,  # transitions in the batch
 ) -> int:
-    """Return the peak bytes of the block that needs most while it runs forward and backward by itself.
+    """Run one block of each kind forward and backward by itself, and return the largest of their peaks in bytes.
 
     Gradients of weights are not counted, since they remain after the block; the block's input is not counted either.
     """
@@ -164,12 +165,12 @@ def _largest_block_bytes(
 
     def record(block, args, kwargs):
         """Store a block and the arguments that it is called with."""
-        inputs[str(block)] = block, (args, kwargs)
+        inputs[describe_block(block)] = block, (args, kwargs)
 
     blocks = find_blocks(policy.transformer).values()
     hooks = [block.register_forward_pre_hook(record, with_kwargs=True) for block in blocks]
     with formats, run_two_blocks_per_kind(policy.transformer, lambda: 0):
-        meta_forward(config, policy, rows)
+        run_meta_forward(config, policy, rows)
     for hook in hooks:
         hook.remove()
     peaks = [0]
@@ -213,7 +214,7 @@ def _count_activation_bytes(
     formats = _GpuNumberFormats(policy.dtype)
 
     def count_bytes(rows: int) -> int:
-        """Return the bytes that exist at once with this number of rows."""
+        """Return the bytes that are saved, and the peak of the largest block, with this number of rows."""
         # Before checkpointing is enabled, which would call the blocks through a function of its own.
         block_peak = _largest_block_bytes(config, policy, formats, rows) if checkpointing else 0
         if checkpointing:
@@ -223,7 +224,7 @@ def _count_activation_bytes(
                 skipped,
                 _,
             ):
-                meta_forward(config, policy, rows)
+                run_meta_forward(config, policy, rows)
         if checkpointing:
             policy.transformer.disable_gradient_checkpointing()
         return sum(storages.values()) + sum(skipped) + block_peak
@@ -237,7 +238,10 @@ def activation_bytes(
     settings: Settings,  # of the run
     batch: int | None = None,  # transitions; None: `update_batch` of the settings
 ) -> int:
-    """Return the bytes that an update's forward pass saves for its backward pass."""
+    """Return the bytes that an update's forward pass saves for its backward pass.
+
+    With gradient checkpointing they include the peak of the largest block, which the backward pass recomputes.
+    """
     targets = tuple(settings.lora_targets) if settings.lora_rank else ()
     fixed, row = _count_activation_bytes(
         config=config,
@@ -248,16 +252,19 @@ def activation_bytes(
         targets=targets,
         checkpointing=settings.gradient_checkpointing,
     )
-    # Classifier-free guidance doubles the rows.
-    return fixed + row * (settings.update_batch if batch is None else batch) * (
-        1 + (settings.true_cfg_scale > 1)
-    )
+    rows = settings.update_batch if batch is None else batch
+    if settings.true_cfg_scale > 1:  # classifier-free guidance doubles the rows
+        rows *= 2
+    return fixed + row * rows
 
 
-def fit_update_batch(config: ModelConfig, settings: Settings) -> Settings:
-    """Return the settings with the largest `update_batch` that `update_memory` allows.
+def fit_update_batch(
+    config: ModelConfig,  # of the model's networks
+    settings: Settings,  # of the run
+) -> Settings:
+    """Return the settings with the largest `update_batch` whose activations fit into `update_memory`, at least 1.
 
-    Without an `update_memory` they stay the same.
+    If `update_memory` is 0, return the settings unchanged.
     """
     if not settings.update_memory:
         return settings
@@ -268,9 +275,9 @@ def fit_update_batch(config: ModelConfig, settings: Settings) -> Settings:
 
 # %% ../../nbs/03_models/09_activations.ipynb #0cd2cd2a
 def _run_once_per_shape(run: Callable) -> Callable:
-    """Wrap a function of a tensor so that it runs once per shape of the tensor.
+    """Wrap a function of a tensor so that it runs only once per shape of that tensor.
 
-    Later calls allocate its peak memory, free it, and return tensors of the same shapes.
+    Later calls allocate the function's peak memory, free it, and return empty tensors of the same shapes.
     """
     runs = {}  # shape of the input -> peak bytes, and functions that make the outputs
 
@@ -299,9 +306,9 @@ def _decode_bytes(
     tiling: bool,  # decode images one by one, and large ones tile by tile
     images: int,  # in the batch
 ) -> tuple[int, int]:
-    """Count the bytes of decoding a batch, without the weights.
+    """Count the bytes that decoding a batch takes, without the VAE's weights.
 
-    Returns the most that all tensors take at once, and the bytes of the largest tensor alone.
+    Returns the peak of all tensors together, and the bytes of the largest tensor.
     """
     policy = build_meta_policy(config, resolution, 16, dtype)
     live = LiveBytesMode()
@@ -322,7 +329,7 @@ def _decode_limit(
     config: ModelConfig,  # of the model's networks
     resolution: int | tuple[int, int],  # side length or (height, width), pixels
 ) -> int:
-    """Return how many images of a resolution the VAE may decode in one batch."""
+    """Return the largest number of images that the VAE may decode in one batch."""
     return build_meta_policy(config, resolution, 16).decode_limit
 
 
@@ -331,9 +338,9 @@ def images_decoded_at_once(
     resolution: int | tuple[int, int],  # side length or (height, width), pixels
     images: int,  # to be decoded
 ) -> int:
-    """Return how many of the images the VAE decodes in one batch.
+    """Return the size of the batches in which the VAE decodes the images: all at once, or as many as it may.
 
-    There is a limit because torch's convolutions take at most 2^31 numbers.
+    torch's convolutions take at most 2^31 numbers, which limits the batch.
     """
     return min(images, _decode_limit(config, resolution))
 

@@ -27,6 +27,7 @@ from .. import InputError
 from ..core.files import atomic_write, read_json
 from chunk_grpo.models.inputs import (
     check_pipeline_folder,
+    check_regular_files,
     find_family,
     import_class,
     locate_model,
@@ -42,8 +43,10 @@ from chunk_grpo.models.trainable import (
 START_FOLDER = "start"  # in a run folder, with the adapter that the run started from
 START_FILE = "start_lora_weights.safetensors"  # in an exported folder, with that adapter
 LAYOUTS = ("diffusers", "peft", "kohya")  # in which an adapter can be written
+_DIFFUSERS_FILE = "pytorch_lora_weights.safetensors"
+_PEFT_FILE = "adapter_model.safetensors"
 # names of adapter files in a folder, in the order in which they are looked for
-_ADAPTER_FILES = ("pytorch_lora_weights.safetensors", "adapter_model.safetensors")
+_ADAPTER_FILES = (_DIFFUSERS_FILE, _PEFT_FILE)
 _FLAT_PREFIX = "lora_transformer_"  # of kohya-style names for a diffusers network
 _FACTOR = re.compile(
     r"(?:transformer|diffusion_model)\.(?P<layer>.+?)\.(?P<factor>lora_A|lora_B|lora\.down|lora\.up)(?:\.default)?\.weight"
@@ -57,7 +60,7 @@ def _download_adapter(source: str) -> Path:  # source: a hub id with an optional
 
     repository, _, file = source.partition(":")
     try:
-        return Path(hf_hub_download(repository, file or _ADAPTER_FILES[0]))
+        return Path(hf_hub_download(repository, file or _DIFFUSERS_FILE))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).strip().splitlines()[0]
         raise InputError(
@@ -74,6 +77,7 @@ def find_adapter_file(
     Raises InputError if there is no such file, or several files to choose from.
     """
     path = Path(source).expanduser()
+    check_regular_files([path], "lora_start")
     if path.is_file():
         if path.suffix != ".safetensors":
             raise InputError(f"`lora_start` must be a .safetensors file; got {source!r}")
@@ -90,6 +94,7 @@ def find_adapter_file(
             )
     files = [folder / name for name in _ADAPTER_FILES if (folder / name).is_file()]
     files = files or sorted(folder.glob("*.safetensors"))
+    check_regular_files(files, "lora_start")
     if not files:
         raise InputError(f"`lora_start` must hold an adapter (*.safetensors); {folder} has none")
     if len(files) > 1 and files[0].name not in _ADAPTER_FILES:
@@ -101,7 +106,7 @@ def find_adapter_file(
 # %% ../../nbs/03_models/06_adapters.ipynb #5b1f0a09
 @dataclass(frozen=True)
 class Adapter:
-    """The factors of a LoRA adapter, with the scale multiplied into B."""
+    """Factors of a LoRA adapter, with the scale multiplied into B."""
 
     # name of a linear layer of the transformer -> A (r, in) and B (out, r), float32
     layers: dict[str, tuple[Tensor, Tensor]]
@@ -116,9 +121,9 @@ def _scale_of_peft_config(
     config: dict,  # peft's configuration of the adapter: r, lora_alpha ...
     file: Path,  # of the adapter, for the error message
 ) -> float:
-    """Return the scale of an adapter according to its peft configuration: alpha / r, or alpha / sqrt(r) for rsLoRA.
+    """Return the scale in an adapter's peft configuration: alpha / r, or alpha / sqrt(r) for rsLoRA.
 
-    Raises InputError if its layers differ in scale or rank, or it is not a plain LoRA adapter.
+    Raises InputError if the layers differ in scale or rank, or the adapter is not plain LoRA.
     """
     unsupported = [
         name
@@ -142,14 +147,13 @@ def _read_adapter_file(file: Path) -> tuple[dict[str, Tensor], dict]:
             return tensors, handle.metadata() or {}
     except (SafetensorError, OSError) as error:
         raise InputError(
-            f"`lora_start` must be a whole file; {file} cannot be read ({error})"
+            f"`lora_start` must be an undamaged file; {file} cannot be read ({error})"
         ) from None
 
 
 def _unflatten_names(
-    tensors: dict[
-        str, Tensor
-    ],  # names such as lora_transformer_blocks_0_attn_to_q.lora_down.weight
+    # keyed by names such as lora_transformer_blocks_0_attn_to_q.lora_down.weight
+    tensors: dict[str, Tensor],
     layer_names: Sequence[str],  # of the network's linear layers
     file: Path,  # of the adapter, for the error message
 ) -> tuple[dict[str, Tensor], dict[str, float]]:
@@ -263,19 +267,16 @@ def read_adapter(
                 f"`lora_start` must hold LoRA factors of the transformer alone; {file} holds {name[:120]}"
             )
         if not bool(tensor.isfinite().all()):
-            raise InputError(f"`lora_start` must be finite; {name} of {file} is not")
+            raise InputError(f"`lora_start` must be finite; {name} of {file} holds infinity or NaN")
         kind = "A" if match["factor"] in ("lora_A", "lora.down") else "B"
         factors.setdefault(match["layer"], {})[kind] = tensor.float()
 
     layers = {}
     for layer, layer_factors in factors.items():
-        if (
-            set(layer_factors) != {"A", "B"}
-            or layer_factors["A"].ndim != 2
-            or len(layer_factors["A"]) != layer_factors["B"].shape[1]
-        ):
+        is_pair = set(layer_factors) == {"A", "B"} and layer_factors["A"].ndim == 2
+        if not is_pair or len(layer_factors["A"]) != layer_factors["B"].shape[1]:
             raise InputError(
-                f"`lora_start` must have two matrices per layer, of one rank; {layer} of {file} has not"
+                f"`lora_start` must have two matrices of the same rank per layer; {layer} of {file} does not"
             )
         rank = len(layer_factors["A"])
         alpha = next((alphas[n] for n in (layer, f"transformer.{layer}") if n in alphas), None)
@@ -292,7 +293,7 @@ def _check_adapter_fits(
     rank: int,  # `lora_rank` of the run
     source: str,  # value of `lora_start`, for the error message
 ) -> None:
-    """Raise InputError unless the adapter's rank, layers and shapes fit the adapter that the run trains."""
+    """Raise InputError if the adapter's rank exceeds the run's, or one of its layers is not adapted or differs in shape."""
     if adapter.rank > rank:
         raise InputError(
             f"`lora_rank` must be at least {adapter.rank}, the rank of the adapter {source}; got {rank}"
@@ -307,8 +308,8 @@ def _check_adapter_fits(
         layer_shape = (layers[name].out_features, layers[name].in_features)
         if shape != layer_shape:
             raise InputError(
-                f"`lora_start` must be an adapter of this model; {name} of {source} is for a layer of shape {shape}, "
-                f"here it is {layer_shape}"
+                f"`lora_start` must be an adapter of this model, whose layer {name} has shape {layer_shape}; in "
+                f"{source} it has shape {shape}"
             )
 
 
@@ -335,7 +336,7 @@ def _tensors_of_layout(
     adapter: Adapter,
     layout: str,  # one of LAYOUTS
 ) -> dict[str, Tensor]:
-    """Return an adapter's tensors, keyed by their names in a layout, with a scale of 1."""
+    """Return an adapter's tensors, keyed by the names that they have in a layout; readers must apply a scale of 1."""
     tensors = {}
     for name, (a, b) in adapter.layers.items():
         if layout == "kohya":
@@ -354,15 +355,23 @@ def write_adapter(
     adapter: Adapter,
     folder: Path,  # which must exist
     layout: str = "diffusers",  # one of LAYOUTS
-    file_name: str = "",  # of the layouts diffusers and kohya; empty: the usual one
+    file_name: str = "",  # empty: the name that readers of the layout look for
 ) -> None:
     """Write an adapter into a folder, with a scale of 1, which readers assume if they find no scale.
 
     `diffusers` is what `load_lora_weights` reads, `peft` what `PeftModel.from_pretrained` reads, and `kohya` has names with
     underscores, factors called down and up, and an alpha per layer, as OneTrainer writes them and ComfyUI reads them.
+    Raises InputError for any other layout, and for a `file_name` with `peft`, which finds only its own.
     """
+    if layout not in LAYOUTS:
+        raise InputError(f"`layout` must be one of {', '.join(LAYOUTS)}; got {layout!r}")
     is_peft = layout == "peft"
-    file = folder / (file_name or _ADAPTER_FILES[is_peft])
+    if is_peft and file_name not in ("", _PEFT_FILE):
+        raise InputError(
+            f"`file_name` must be empty or {_PEFT_FILE} with the layout peft; got {file_name!r}"
+        )
+    usual_name = _PEFT_FILE if is_peft else _DIFFUSERS_FILE
+    file = folder / (file_name or usual_name)
     save_file(_tensors_of_layout(adapter, layout), file, metadata={"format": "pt"})
     if is_peft:
         other_ranks = {
@@ -410,9 +419,10 @@ def load_start_adapter(
     settings: Any,  # of the run
     run: Path,  # its folder, which has a copy of the adapter that it started from
 ) -> None:
-    """Start a policy from the adapter that the setting `lora_start` names, if it names one.
+    """Start a policy from the adapter that the setting `lora_start` names; without that setting, do nothing.
 
-    Raises InputError if the run has lost its copy, or the adapter does not fit.
+    A run that has begun uses the copy in its own folder. Raises InputError if that copy is missing, or the adapter does
+    not fit.
     """
     if not settings.lora_start:
         return

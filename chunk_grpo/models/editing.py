@@ -32,7 +32,7 @@ def encode_source_images(
     images: Sequence[Image.Image],  # P of them, at the policy's resolution
     frames: bool = False,  # True if the VAE takes an image as a video of one frame
 ) -> Tensor:  # (P, S, C)
-    """Encode images into latents, the modes of the VAE's distributions, and return them as tokens."""
+    """Encode images one by one into latents, the mode of the VAE's distribution, and return them as tokens."""
     tokens = []
     for image in images:
         pixels = pipe.image_processor.preprocess(image, *image_size(policy.resolution))
@@ -58,7 +58,7 @@ def open_source_images(
 
 # %% ../../nbs/03_models/07_editing.ipynb #08008ce6
 class FluxKontextPolicy(FluxPolicy):
-    """FLUX.1-Kontext, which edits an image."""
+    """The family of FLUX.1-Kontext, which edits an image."""
 
     pipeline = "FluxKontextPipeline"
     edits_images = True
@@ -99,13 +99,13 @@ class FluxKontextPolicy(FluxPolicy):
         sigma: Tensor,  # (B,)
         rows: dict[str, Tensor],  # conditioning, one row per latent
     ) -> Tensor:  # (B, S, C)
-        """Run the transformer once on both images' tokens and return the velocity of the first."""
+        """Run the transformer once on the tokens of both images and return the velocity of the generated image."""
         both = torch.cat([latents, rows["image_latents"]], dim=1)
         return super().predict(both, sigma, rows)[:, : latents.shape[1]]
 
 # %% ../../nbs/03_models/07_editing.ipynb #726ca17f
 class QwenImageEditPolicy(QwenImagePolicy):
-    """Qwen-Image-Edit."""
+    """The family of Qwen-Image-Edit."""
 
     pipeline = "QwenImageEditPipeline"
     edits_images = True
@@ -153,6 +153,6 @@ class QwenImageEditPolicy(QwenImagePolicy):
         sigma: Tensor,  # (B,)
         rows: dict[str, Tensor],  # conditioning, one row per latent
     ) -> Tensor:  # (B, S, C)
-        """Run the transformer once on both images' tokens and return the velocity of the first."""
+        """Run the transformer once on the tokens of both images and return the velocity of the generated image."""
         both = torch.cat([latents, rows["image_latents"]], dim=1)
         return super().predict(both, sigma, rows)[:, : latents.shape[1]]

@@ -74,7 +74,7 @@ _FEED_FORWARD = (
 
 
 class FluxPolicy(Policy):
-    """FLUX.1, dev or schnell."""
+    """The family of FLUX.1, dev and schnell."""
 
     pipeline = "FluxPipeline"
     network_classes = ("FluxTransformer2DModel", "AutoencoderKL")
@@ -87,6 +87,14 @@ class FluxPolicy(Policy):
         ),
         "black-forest-labs/FLUX.1-schnell": ModelConfig("FluxPipeline", "{}", _FLUX_VAE),
     }
+
+    @classmethod
+    def embeds_guidance(
+        cls,
+        transformer_config: dict,  # content of transformer/config.json
+    ) -> bool:
+        """Return True if the model is guidance-distilled, as FLUX.1-dev is and FLUX.1-schnell is not."""
+        return bool(transformer_config.get("guidance_embeds", False))
 
     def set_resolution(
         self,
@@ -152,7 +160,7 @@ class FluxPolicy(Policy):
 
 # %% ../../nbs/03_models/03_families.ipynb #0edf14e8
 class SD3Policy(Policy):
-    """Stable Diffusion 3 and 3.5."""
+    """The family of Stable Diffusion 3 and 3.5."""
 
     pipeline = "StableDiffusion3Pipeline"
     network_classes = ("SD3Transformer2DModel", "AutoencoderKL")
@@ -188,8 +196,16 @@ class SD3Policy(Policy):
     packed = 1  # latent pixels per side of a token
 
     @classmethod
+    def embeds_guidance(
+        cls,
+        transformer_config: dict,  # content of transformer/config.json
+    ) -> bool:
+        """Return False, because the transformer takes no guidance scale."""
+        return False
+
+    @classmethod
     def extra_tokens(cls, folder: Path) -> int:
-        """Return the number of CLIP's tokens, which come before T5's.
+        """Return the number of CLIP's tokens, which come before T5's in the conditioning.
 
         Raises OSError, KeyError or ValueError if the configuration of the tokenizer does not contain it.
         """
@@ -262,7 +278,7 @@ def _pad_prompt_embeds(
 
 # %% ../../nbs/03_models/03_families.ipynb #3b8385ae
 class ZImagePolicy(Policy):
-    """Z-Image and Z-Image-Turbo."""
+    """The family of Z-Image and Z-Image-Turbo."""
 
     pipeline = "ZImagePipeline"
     network_classes = ("ZImageTransformer2DModel", "AutoencoderKL")
@@ -272,6 +288,14 @@ class ZImagePolicy(Policy):
     noise = FluxPolicy.noise
     decode = FluxPolicy.decode
     packed = 1  # latent pixels per side of a token
+
+    @classmethod
+    def embeds_guidance(
+        cls,
+        transformer_config: dict,  # content of transformer/config.json
+    ) -> bool:
+        """Return False, because the transformer takes no guidance scale."""
+        return False
 
     def sigmas(self, steps: int) -> Tensor:  # (steps + 1,)
         """Return the noise levels that the pipeline itself uses for this number of steps."""
@@ -295,7 +319,7 @@ class ZImagePolicy(Policy):
         sigma: Tensor,  # (B,)
         rows: dict[str, Tensor],  # conditioning, one row per latent
     ) -> Tensor:  # (B, S, C)
-        """Run the transformer once and return the velocity, which is minus its output."""
+        """Run the transformer once and return the velocity, which is its output with the opposite sign."""
         # The transformer takes each image as a video of one frame.
         frames = tokens_to_latents(latents, self.latent_height).unsqueeze(2)
         captions = [
@@ -308,7 +332,7 @@ class ZImagePolicy(Policy):
 
 # %% ../../nbs/03_models/03_families.ipynb #255a00b9
 class QwenImagePolicy(Policy):
-    """Qwen-Image."""
+    """The family of Qwen-Image."""
 
     pipeline = "QwenImagePipeline"
     network_classes = ("QwenImageTransformer2DModel", "AutoencoderKLQwenImage")
@@ -329,6 +353,14 @@ class QwenImagePolicy(Policy):
     known_configs = {"Qwen/Qwen-Image": ModelConfig("QwenImagePipeline")}
     noise = FluxPolicy.noise
     packed = FluxPolicy.packed
+
+    @classmethod
+    def embeds_guidance(
+        cls,
+        transformer_config: dict,  # content of transformer/config.json
+    ) -> bool:
+        """Return False, because the transformer takes no guidance scale."""
+        return False
 
     @property
     def vae_scale_factor(self) -> int:
@@ -402,7 +434,7 @@ class QwenImagePolicy(Policy):
 
 # %% ../../nbs/03_models/03_families.ipynb #d25bcbe4
 class Flux2KleinPolicy(Policy):
-    """FLUX.2-klein."""
+    """The family of FLUX.2-klein."""
 
     pipeline = "Flux2KleinPipeline"
     network_classes = ("Flux2Transformer2DModel", "AutoencoderKLFlux2")
@@ -434,6 +466,14 @@ class Flux2KleinPolicy(Policy):
             (9, 8, 24, 32, 3 * 4096),
         )
     }
+
+    @classmethod
+    def embeds_guidance(
+        cls,
+        transformer_config: dict,  # content of transformer/config.json
+    ) -> bool:
+        """Return False, because the transformer takes no guidance scale."""
+        return False
 
     @classmethod
     def check_guidance(

@@ -86,7 +86,7 @@ def _load_network(
     policy: "Policy",  # its folder and device are set already
     network_index: int,  # 0: the transformer, 1: the VAE
     weights: torch.dtype,  # of the stored weights
-    host: bool = False,  # leave the network on the CPU
+    keep_on_cpu: bool = False,  # do not move the network to the policy's device
 ) -> Any:
     """Load one network of the policy's folder, frozen and in evaluation mode, and return it.
 
@@ -99,7 +99,8 @@ def _load_network(
     if is_quantized:
         options["quantization_config"] = quantization_config(policy.quantization, policy.dtype)
     network = network_class.from_pretrained(policy.folder, **options)
-    network.to("cpu" if host else policy.device).eval().requires_grad_(False)
+    device = "cpu" if keep_on_cpu else policy.device
+    network.to(device).eval().requires_grad_(False)
     # Weights that were copied to another device, or computed by quantization, no longer lie in the memory of the file.
     if policy.device.type == "cpu" and not is_quantized:
         align_parameters(network)
@@ -250,7 +251,7 @@ def padded_batch_size(count: int) -> int:  # count: rows, from 1; returns at lea
 # %% ../../nbs/03_models/02_policy.ipynb #7765159d
 @dataclass(frozen=True)
 class ModelConfig:
-    """The configurations of a model's networks, as JSON texts; a missing key has the default of the network's class."""
+    """Configurations of a model's networks, as JSON texts; a missing key has the default of the network's class."""
 
     pipeline: str  # name for `find_family`: a pipeline class of diffusers, or a family of your own
     transformer: str = "{}"  # the transformer's configuration
@@ -259,13 +260,13 @@ class ModelConfig:
 
 
 class Family:
-    """The classes and sizes of a model family, and the rules that a family may replace."""
+    """The classes and sizes of a model family, and the methods that a family may override."""
 
     pipeline: str  # name of its pipeline class in diffusers
     network_classes: tuple[str, str]  # names of its transformer and VAE classes
     # sub-folders that determine the prompt embeddings
     text_folders: tuple[str, ...] = ("text_encoder", "tokenizer")
-    max_sequence_length: int = 512  # most tokens that the pipeline allows
+    max_sequence_length: int = 512  # largest `max_tokens` that the pipeline allows
     patch: int = 2  # latent pixels per side of one token of the transformer
     known_configs: dict[str, ModelConfig] = {}  # of published models, by hub id
     lora_targets: tuple[str, ...] = LORA_TARGETS  # ends of the names of layers that get an adapter
@@ -304,7 +305,7 @@ class Family:
     def load_networks(
         self,
         weights: torch.dtype,  # of the transformer's stored weights
-        host: bool,  # leave the transformer on the CPU
+        keep_on_cpu: bool,  # do not move the transformer to the policy's device
     ) -> tuple[Any, Any]:  # transformer and VAE
         """Load the transformer and the VAE, both frozen.
 
@@ -316,9 +317,17 @@ class Family:
             for part in parts:
                 part.to(self.device).eval().requires_grad_(False)
             return parts
-        transformer = _load_network(self, 0, weights, host)
+        transformer = _load_network(self, 0, weights, keep_on_cpu)
         vae = _load_network(self, 1, encoder_dtype(self.dtype))
         return transformer, vae
+
+    @classmethod
+    def embeds_guidance(
+        cls,
+        transformer_config: dict,  # content of transformer/config.json
+    ) -> bool:
+        """Return True if `predict` passes `guidance` to the transformer; a family that ignores it overrides this."""
+        return True
 
     @classmethod
     def check_guidance(
@@ -345,7 +354,7 @@ def watch_saturation(
     saturated = torch.zeros((), dtype=torch.bool, device=device)
 
     def record(module: nn.Module, inputs: tuple, output: Any) -> None:
-        """Set `saturated` if an output is not below the limit; NaN is not below it either."""
+        """Set `saturated` if an output reaches the limit or is NaN."""
         for x in output if isinstance(output, tuple) else (output,):
             if isinstance(x, Tensor) and x.dtype == torch.float16:
                 saturated.logical_or_(~(x.detach().abs().amax() < FLOAT16_MAX))
@@ -356,9 +365,9 @@ def watch_saturation(
 
 # %% ../../nbs/03_models/02_policy.ipynb #e8a00003
 class Policy(Family):
-    """A policy made of a diffusers pipeline's folder.
+    """A diffusers pipeline as a policy, loaded from a folder or taken from memory.
 
-    A family adds `embed`, `noise`, `predict` and `decode`.
+    A family is a subclass that adds `embed`, `noise`, `predict` and `decode`.
     """
 
     trained: list[nn.Parameter]  # weights to be optimised, see `trainable.make_trainable`
@@ -387,7 +396,7 @@ class Policy(Family):
         device: str | torch.device = "cpu",  # where the networks compute
         weights: torch.dtype = torch.float32,  # of the transformer's stored weights
         true_cfg_scale: float = 1.0,  # classifier-free guidance scale; 1: off
-        host: bool = False,  # leave the transformer on the CPU, to be sharded
+        keep_on_cpu: bool = False,  # leave the transformer on the CPU, from where `shard_model` takes it
         vae_tiling: bool = False,  # decode images one by one, and large ones in the VAE's tiles
         # format of the weights of the transformer's linear layers: none (that of `weights`), int8, fp8 or nf4
         quantization: str = "none",
@@ -411,7 +420,7 @@ class Policy(Family):
         self.set_guidance(guidance, true_cfg_scale)
         self.quantization = quantization
         check_quantization(quantization, self.device)
-        self.transformer, self.vae = self.load_networks(weights, host)
+        self.transformer, self.vae = self.load_networks(weights, keep_on_cpu)
         if vae_tiling:
             self.vae.enable_slicing()
             self.vae.enable_tiling()
@@ -473,9 +482,9 @@ class Policy(Family):
         return self
 
     def negatives(self, prompts: Sequence[str]) -> list[str]:
-        """Return the negative prompt of each prompt, or an empty list without classifier-free guidance.
+        """Return one negative prompt per prompt: its own, or else that of the run.
 
-        The negative prompt of a prompt with an image has the same image.
+        Without classifier-free guidance the list is empty. The negative prompt of an `ImagePrompt` has the same image.
         """
         if self.true_cfg_scale <= 1:
             return []
@@ -535,7 +544,10 @@ class Policy(Family):
 
     @property
     def decode_limit(self) -> int:
-        """Return the largest number of images that the VAE may decode at once."""
+        """Return the largest number of images that the VAE may decode at once.
+
+        An activation may have at most 2^31 - 1 numbers, because torch's convolutions index it with 32 bits.
+        """
         return max(1, (2**31 - 1) // _largest_vae_activation(self.vae.config, self.resolution))
 
 # %% ../../nbs/03_models/02_policy.ipynb #d9d01986
@@ -615,7 +627,7 @@ def _load_policy_of_pipeline(
     guidance=number(low=0),
     true_cfg_scale=number(low=1),
     device=some(str | torch.device, "a device that torch has here, such as cpu", _is_device),
-    host=bool,
+    keep_on_cpu=bool,
     vae_tiling=bool,
 )
 def load_policy(
@@ -626,7 +638,7 @@ def load_policy(
     dtype: str = "float32",  # of the forward passes: float32, bfloat16 or float16
     weights: str | None = None,  # dtype of the transformer's stored weights; None: as `dtype`
     family: str = "",  # a class of your own, as file.py:Class; empty: the model's pipeline decides
-    # arguments of `Policy`: max_tokens, guidance, true_cfg_scale, device, host, vae_tiling, quantization
+    # arguments of `Policy`: max_tokens, guidance, true_cfg_scale, device, keep_on_cpu, vae_tiling, quantization
     **options,
 ) -> Policy:  # frozen
     """Load a policy by its model's name, or make one from a pipeline in memory.
@@ -664,7 +676,7 @@ def load_policy(
 def decode_latents(
     policy: Policy,  # with the VAE
     latents: Tensor,  # (B, S, C), at sigma 0
-    batch: int = 16,  # most images decoded at once
+    batch: int = 16,  # largest number of images decoded at once
 ) -> Tensor:  # (B, 3, H, W) in [0, 1], on the CPU
     """Decode latents into images, in batches.
 
@@ -681,9 +693,10 @@ def decode_latents(
         overflow = (
             f", or activations exceed {FLOAT16_MAX:.0f}, the largest number of `dtype` float16"
         )
+        cause = overflow if is_float16 else ""
         raise InputError(
             "model: it sampled images that are not finite; either its weights are damaged, or `learning_rate` is "
-            f"too high{overflow if is_float16 else ''}."
+            f"too high{cause}."
         )
     if policy.saturated is not None and bool(policy.saturated):
         print(

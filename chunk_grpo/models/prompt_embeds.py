@@ -26,7 +26,12 @@ from torch import Tensor
 
 from .. import InputError
 from ..arguments import checked
-from .inputs import hash_model_files, import_class, prompt_identity
+from chunk_grpo.models.inputs import (
+    check_regular_files,
+    hash_model_files,
+    import_class,
+    prompt_identity,
+)
 
 _RECENT_SECONDS = 7 * 24 * 3600  # a file used within this time is never removed
 # writing a file takes milliseconds, so an unfinished one that is older was left by a process that was killed
@@ -43,7 +48,7 @@ def prompt_cache_folder() -> Path:
 
 
 def _prompt_identity(prompt: str) -> str:
-    """Return a text that identifies a prompt: its own text, followed by the hash of its image if it has one."""
+    """Return a text that identifies a prompt: the prompt itself, followed by the hash of its image if it has one."""
     content = prompt_identity(prompt)
     return content if isinstance(content, str) else " ".join(content)
 
@@ -53,7 +58,10 @@ def _make_label(
     prompt: str,  # the prompt itself
     key: str,  # hash of everything else that the embeddings depend on
 ) -> dict[str, str]:  # keyed by owner and sha256
-    """Compute the label of a prompt's file: a hash of the prompt and the key, and a hash of the tensors."""
+    """Compute the two hashes in the header of a prompt's file.
+
+    `owner` is the hash of the prompt and the key, `sha256` the hash of the tensors.
+    """
     digest = hashlib.sha256()
     for name, value in sorted(row.items()):
         digest.update(f"{name} {value.dtype} {tuple(value.shape)} ".encode())
@@ -70,7 +78,10 @@ def _save_prompt_embeds(
     prompt: str,  # the prompt itself
     key: str,  # hash of everything else that the embeddings depend on
 ) -> None:
-    """Write the embeddings of a prompt to a file; other processes see the file whole or not at all."""
+    """Write the embeddings of a prompt to a file, under a temporary name that is then replaced.
+
+    So other processes see the whole file or none.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     # A unique name, because other hosts may write the same prompt at the same time.
     temporary = path.with_suffix(f".{uuid.uuid4().hex}.part")
@@ -90,6 +101,7 @@ def _read_prompt_embeds(
 
     Raises InputError if the file cannot be read, belongs to another prompt or model, or is damaged.
     """
+    check_regular_files([path], "prompts")
     try:
         with safe_open(path, framework="pt") as handle:
             row = {name: handle.get_tensor(name) for name in handle.keys()}
@@ -100,7 +112,7 @@ def _read_prompt_embeds(
     if stored_label.get("owner") != label["owner"]:
         raise InputError(f"prompts: {path} belongs to another prompt or model")
     if stored_label.get("sha256") != label["sha256"]:
-        raise InputError(f"prompts: {path} is damaged, its content is not what was written")
+        raise InputError(f"prompts: {path} is damaged; its content is not what was written")
     os.utime(path)  # `trim_prompt_cache` removes the least recently used files
     return row
 
@@ -143,8 +155,8 @@ def cache_prompt_embeds(
         free = shutil.disk_usage(existing).free
         if free < needed:
             raise InputError(
-                f"prompts: their embeddings still need {needed / 1e9:.2f} GB, {existing} has only "
-                f"{free / 1e9:.2f} GB free; free some, or name a folder with room in CHUNK_GRPO_CACHE."
+                f"prompts: their embeddings still need {needed / 1e9:.2f} GB, and {existing} has only "
+                f"{free / 1e9:.2f} GB free; free some space, or name a folder on another disk in CHUNK_GRPO_CACHE."
             )
         for i, prompt in enumerate(batch):
             row = {name: values[i].clone() for name, values in rows.items()}
@@ -184,12 +196,12 @@ def open_prompt_cache() -> Path:  # exists afterwards
     Raises InputError if the folder cannot be created or the limit is invalid.
     """
     folder = prompt_cache_folder()
-    _ = _prompt_cache_limit()  # only to check it
+    _prompt_cache_limit()  # raises InputError if it is invalid
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(
-            f"the environment variable CHUNK_GRPO_CACHE must name a folder that can be made; {folder}: "
+            f"the environment variable CHUNK_GRPO_CACHE must name a folder that can be created; got {folder}: "
             f"{error.strerror}"
         ) from None
     return folder
@@ -289,7 +301,7 @@ def _encode_in_memory(
     prompts: list[str],  # one text per row
     batch_size: int = 64,  # prompts encoded at once
 ) -> dict[str, Tensor]:
-    """Encode prompts with a pipeline in memory, without the cache on disk."""
+    """Encode prompts with a pipeline in memory, without the cache on disk, and return one row per prompt."""
     batches = [
         policy.embed(policy.pipe, list(prompts[start : start + batch_size]))
         for start in range(0, len(prompts), batch_size)
@@ -298,7 +310,7 @@ def _encode_in_memory(
 
 
 def _convert_to_float16(rows: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Convert conditioning to float16.
+    """Convert the floating-point tensors of a conditioning to float16, and leave the others.
 
     Raises InputError if a value is too large for float16.
     """

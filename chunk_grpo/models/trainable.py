@@ -48,6 +48,7 @@ from ..core.machine import defer_sigterm
 from chunk_grpo.models.inputs import (
     build_meta_network,
     check_pipeline_folder,
+    check_regular_files,
     find_family,
     import_class,
 )
@@ -122,7 +123,7 @@ def freeze_layers_without_gradient(
     net: Any,  # a transformer, changed in place
     layer_names: tuple[str, ...],  # within the last block
 ) -> None:
-    """Freeze these layers of the last block, whose output nothing uses."""
+    """Freeze the named layers of the last block, which get no gradient because nothing uses their output."""
     for block in list(find_blocks(net).values())[-1:]:
         for layer_name in layer_names:
             block.get_submodule(layer_name).requires_grad_(False)
@@ -196,13 +197,13 @@ def make_trainable(
 
 # %% ../../nbs/03_models/04_trainable.ipynb #44be759f
 def _count_weights(parameter: Tensor) -> int:
-    """Return the number of weights of a parameter, also if bitsandbytes packed two of them into each byte."""
+    """Return the number of weights in a parameter, which bitsandbytes may have packed two to a byte."""
     state = getattr(parameter, "quant_state", None)
     return math.prod(state.shape) if state is not None else parameter.numel()
 
 
 def trained_share(policy: Policy) -> float:  # policy: trainable; returns 0 ... 1
-    """Return the share of the transformer's weights that are trained or have an adapter."""
+    """Return the share of the transformer's weights that are trained or belong to a layer with an adapter."""
     parameters = dict(policy.transformer.named_parameters())
     sizes = {name: _count_weights(p) for name, p in parameters.items() if ".lora_" not in name}
     trained = {name for name, p in parameters.items() if p.requires_grad}
@@ -215,18 +216,21 @@ def trained_share(policy: Policy) -> float:  # policy: trainable; returns 0 ... 
     return trained_size / sum(sizes.values())
 
 # %% ../../nbs/03_models/04_trainable.ipynb #7a8ada49
+def _local_values(tensor: Tensor) -> Tensor:
+    """Return this process's shard of a sharded tensor, or all values of another one, in the same memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.data
+
+
 @torch.no_grad()
 def swap_weights(
-    parameters: Iterable[
-        Tensor
-    ],  # changed in place; if they are sharded, this process's shards are
-    counterparts: list[
-        Tensor
-    ],  # of the base or of a moving average, as local shards; changed in place
+    parameters: Iterable[Tensor],  # changed in place; of a sharded one, this process's shard
+    # of the base or of a moving average, with the shapes of the local shards; changed in place
+    counterparts: list[Tensor],
 ) -> None:
     """Exchange the values of two lists of tensors, pair by pair, without changing memory addresses."""
-    for pair in zip(parameters, counterparts, strict=True):
-        local, other = (x.to_local() if isinstance(x, DTensor) else x.data for x in pair)
+    for parameter, counterpart in zip(parameters, counterparts, strict=True):
+        local = _local_values(parameter)
+        other = _local_values(counterpart)
         previous = local.clone()
         local.copy_(other)
         other.copy_(previous)
@@ -239,7 +243,11 @@ def adapter_parameters(policy: Policy) -> list[nn.Parameter]:
 
 @contextlib.contextmanager
 def base_weights(policy: Policy) -> Iterator[None]:  # trainable or not
-    """Give the policy the weights of its base, from which training started, within this context."""
+    """Replace the policy's weights within this context by those of its base, from which training started.
+
+    The base is a start adapter, the network without its adapter, or the copy of all weights, as `make_trainable` and
+    `start_from_adapter` prepared it. The trained weights are back at the end, also after an exception.
+    """
 
     def switch(to_trained: bool) -> None:
         """Switch to the trained weights or to the base."""
@@ -266,7 +274,7 @@ def save_trained_weights(
     policy: Policy,  # trainable, its trained weights not sharded
     folder: Path,  # created if it does not exist
 ) -> None:
-    """Write the trained weights in diffusers' own layout: an adapter or a whole transformer."""
+    """Write the trained weights as diffusers does: an adapter for `load_lora_weights`, or a whole transformer."""
     if policy.lora:
         layers = {k: v.cpu() for k, v in get_peft_model_state_dict(policy.transformer).items()}
         config = policy.transformer.peft_config["default"].to_dict()
@@ -292,6 +300,7 @@ def read_saved_weights(folder: Path) -> dict[str, Tensor]:  # written by `save_t
     files = sorted(Path(folder).glob("*.safetensors"))
     if not files:
         raise InputError(f"run: {folder} holds no trained weights (*.safetensors).")
+    check_regular_files(files, "run")
     try:
         state = {k: v for file in files for k, v in load_file(file).items()}
     except (SafetensorError, OSError) as error:
@@ -332,7 +341,7 @@ def try_attention_backend(
     stored: torch.dtype | None = None,  # of the weights; None: as `dtype`
     masked: bool = False,  # True if prompts come with an attention mask
 ) -> str:  # empty if it works
-    """Try an attention backend on a small tensor, forward and backward, and return why it fails.
+    """Try an attention backend on small tensors, forward and backward, and return the reason if it fails.
 
     Queries and keys keep the number format of the weights, as they do after a norm in a network that
     runs under autocast. Torch's kernels cast them; those of other packages do not.
@@ -416,19 +425,19 @@ def set_attention_backend(
 
 # %% ../../nbs/03_models/04_trainable.ipynb #18ada06f
 def _check_compiler(device: torch.device) -> None:
-    """Raise InputError if this machine has no compiler for torch.compile on the device."""
+    """Raise InputError if this machine lacks the compiler that torch.compile needs for the device."""
     variable, *names = _COMPILERS.get(device.type, _COMPILERS["cpu"])
     candidates = [os.environ.get(variable) or names[0], *names]
     if not any(shutil.which(candidate) for candidate in candidates):
         kind = {"CXX": "C++", "CC": "C"}[variable]
         raise InputError(
-            f"`compile` must be off on a machine without a {kind} compiler ({', '.join(names)}); got True"
+            f"`compile` must be false on a machine without a {kind} compiler ({', '.join(names)}); got true"
         )
 
 
 def compile_blocks(
-    policy: Policy,
-) -> None:  # policy: with a transformer that no trainer has wrapped yet
+    policy: Policy,  # whose transformer no trainer has wrapped yet
+) -> None:
     """Make torch compile the transformer's blocks at their first forward pass.
 
     Raises InputError if this machine has no compiler.
@@ -501,6 +510,12 @@ def load_trainable_policy(
             "(`lora_rank` above 0): weights that are trained have gradients and moments on the device, where "
             "the optimizer steps; got true"
         )
+    if lora_alpha and not lora_rank:
+        raise InputError(
+            f"`lora_alpha` must be 0 without an adapter (`lora_rank` 0); got {lora_alpha}"
+        )
+    if sharding_group and sharding == "none":
+        raise InputError(f"`sharding_group` must be 0 if `sharding` is none; got {sharding_group}")
     if lora_targets and not lora_rank:
         raise InputError(
             f"`lora_targets` must be empty without an adapter (`lora_rank` 0); got {', '.join(lora_targets)[:80]}"
@@ -522,7 +537,12 @@ def load_trainable_policy(
         find_lora_layers(network, tuple(lora_targets))
 
     policy = load_policy(
-        model, dtype=dtype, weights=stored, host=sharding != "none", family=family, **load_options
+        model,
+        dtype=dtype,
+        weights=stored,
+        keep_on_cpu=sharding != "none",
+        family=family,
+        **load_options,
     )
     set_attention_backend(policy, attention)
     # Sharding changes the class of blocks, so they are compiled first.
@@ -544,7 +564,7 @@ def load_trainable_policy(
 
 # %% ../../nbs/03_models/04_trainable.ipynb #13d878c7
 def full_tensor(tensor: Tensor) -> Tensor:  # tensor: a shard, or whole already
-    """Return the whole tensor; every process must call this."""
+    """Gather the shards of a tensor and return it whole; every process must call this."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
@@ -602,7 +622,7 @@ def shard_model(
 
 
 def gather_model(
-    net: nn.Module,  # sharded
+    net: nn.Module,  # sharded by `shard_model`, with all weights trained
 ) -> nn.Module | None:  # on the CPU in the first process, None in the others
     """Gather the shards into a whole network in the first process; every process must call this."""
     state = get_model_state_dict(
