@@ -150,14 +150,14 @@ def test_a_child_that_never_started_is_not_tried_again_and_its_last_words_are_qu
     bare.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
     bare.chmod(0o755)
     with pytest.raises(
-        InputError, match="status 1, its last words were: ModuleNotFoundError: No mod"
+        InputError, match="status 1, its last line of output: ModuleNotFoundError: No mod"
     ):
         placement.LocalServer("own", "own:reward", python=bare).start()
 
     (tmp_path / "slow.py").write_text(
         "import time\ndef load():\n    print('3 of 9')\n    time.sleep(60)\n"
     )
-    with pytest.raises(InputError, match=r"no answer within 12 s \(`start_timeout`\), .* 3 of 9$"):
+    with pytest.raises(InputError, match=r"no answer within 12 s \(`start_timeout`\); .* 3 of 9$"):
         placement.LocalServer("slow", f"{tmp_path}/slow.py:load", start_timeout=12.0).start()
 
 
@@ -410,7 +410,7 @@ def test_a_server_that_stays_away(endpoint):
     remote, other = endpoint
     with pytest.raises(
         client.RewardUnavailable,
-        match=r"stayed away after 3 tries \(the last: status 500, out of ord",
+        match=r"failed in all of 3 tries \(the last: status 500, out of ord",
     ):
         remote([500] * 9)(IMAGES, PROMPTS)
     assert len(other.seen) == 3
@@ -523,7 +523,7 @@ def test_the_server_says_what_it_refuses(monkeypatch):
     monkeypatch.setenv("ANOTHER", "wrong")
     with serve("r", reward, token="right", images=5, bytes=500_000) as url:
         ask = client.load_remote_reward(url, token_variable="A_TOKEN", retries=1, pause=0.01)
-        assert ask(IMAGES, PROMPTS).tolist() == [0] * 5 and ask.about["name"] == "r"
+        assert ask(IMAGES, PROMPTS).tolist() == [0] * 5 and ask.server_info["name"] == "r"
         with pytest.raises(
             InputError, match=r"rejected the request \(401\): token: it is missing or wrong"
         ):
@@ -659,7 +659,7 @@ def test_a_full_queue_is_tried_again_later():
         )  # it is being scored, so the next one waits; sent together, one might be refused
         first.append(pool.submit(ask, IMAGES[:1], PROMPTS[:1]))
         end = time.monotonic() + 60
-        while client.load_remote_reward(url).about["waiting"] < 1 and time.monotonic() < end:
+        while client.load_remote_reward(url).server_info["waiting"] < 1 and time.monotonic() < end:
             time.sleep(0.05)
         with pytest.raises(
             client.RewardUnavailable, match="status 503, server: 2 requests wait already"
