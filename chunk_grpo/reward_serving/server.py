@@ -124,7 +124,7 @@ def unpack_request(
     else:
         images = batch
     if batch is not None and not batch.ndim:
-        raise ValueError("images must have the shape (B, 3, H, W); got a number")
+        raise ValueError("images must be of shape (B, 3, H, W); got a number")
     if not 0 < len(prompts) == len(images) or len(prompts) > max_images:
         raise ValueError(
             f"images must be 1 to {max_images}, with one prompt each; got {len(images)} images and "
