@@ -466,8 +466,8 @@ def _run_setup_command(
 @checked(name=text(), url=str | None, environment=str | None, worker=bool | None)
 def load_placed_reward(
     name: str,  # reward's name, see `rewards.load_reward`; or a path, see `server.load_by_path`
-    here: bool = True,  # True if it may be imported from the working folder
-    /,  # so that an option may be called name or here
+    allow_working_folder: bool = True,  # True if it may be imported from the working folder
+    /,  # positional only, so that an option may be called `name`
     **options: Any,  # options of the reward, and those that decide where it runs
 ) -> Callable:  # (images, prompts) -> scores
     """Load a reward in the process, environment or server that its options name, and return it as a function.
@@ -503,7 +503,7 @@ def load_placed_reward(
             f"file.py:function can run in another environment; got {location['environment']!r}"
         )
     if not location_options:
-        return rewards.load_reward_with_options(name, here, options)
+        return rewards.load_reward_with_options(name, allow_working_folder, options)
 
     # The shipped rewards round images to bytes themselves, so bytes lose nothing.
     if name in rewards.REWARD_LOADERS:
@@ -523,7 +523,11 @@ def load_placed_reward(
         loader = f"{ENVIRONMENTS_DIR / 'ocr.py'}:load_ocr"
     elif not environment:
         loader = "chunk_grpo.rewards.rewards:load_reward_with_options"
-        options = {"name": name, "allow_working_folder": here, "options": options}
+        options = {
+            "name": name,
+            "allow_working_folder": allow_working_folder,
+            "options": options,
+        }
     python = environment_python(environment) if environment else None
     return LocalServer(name, loader, options, python, **worker_options).start()
 

@@ -145,7 +145,7 @@ def load_reward_with_options(
 
 def load_reward(
     name: str,  # a name of `REWARD_LOADERS`, or "package.module:function"
-    here: bool = True,  # True if it may be imported from the working folder
+    allow_working_folder: bool = True,  # True if it may be imported from the working folder
     **options: Any,  # keyword arguments for the loader, the class or the function
 ) -> Callable:  # (images, prompts) -> scores
     """Load a reward by its name, and return it as a function of images and prompts.
@@ -153,7 +153,7 @@ def load_reward(
     Raises InputError if no reward has that name, if the reward does not accept an option, or if it cannot be called with
     images and prompts.
     """
-    return load_reward_with_options(name, here, options)
+    return load_reward_with_options(name, allow_working_folder, options)
 
 # %% ../../nbs/04_rewards/00_rewards.ipynb #ab19cbf1
 def batch_slices(
