@@ -410,7 +410,7 @@ def test_a_server_that_stays_away(endpoint):
     remote, other = endpoint
     with pytest.raises(
         client.RewardUnavailable,
-        match=r"failed in all of 3 tries \(the last: status 500, out of ord",
+        match=r"failed after 3 tries \(the last: status 500, out of ord",
     ):
         remote([500] * 9)(IMAGES, PROMPTS)
     assert len(other.seen) == 3

@@ -80,7 +80,7 @@ def call_with_retries(
         return retrying(send)
     except TransientError as error:
         raise RewardUnavailable(
-            f"reward: {server_label} failed in all of {retries + 1} tries (the last error: {error}); the run "
+            f"reward: {server_label} failed after {retries + 1} tries (the last: {error}); the run "
             "can be resumed when the reward works again."
         ) from None
 
