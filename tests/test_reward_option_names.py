@@ -1,5 +1,6 @@
 """Options of a reward that are called as an argument of ours: the reward's own are given to it, others are refused."""
 
+import inspect
 import sys
 import types
 
@@ -10,6 +11,7 @@ from commands import call
 from chunk_grpo import InputError, load_placed_reward
 from chunk_grpo.core import settings
 from chunk_grpo.measurements import profiles, speed
+from chunk_grpo.reward_serving import placement
 from chunk_grpo.reward_serving.hpsv3_package import load_hpsv3_package
 from chunk_grpo.rewards import rewards
 
@@ -72,6 +74,11 @@ def test_an_option_whose_name_is_no_text_is_refused(key):
         InputError, match="`reward_options` must have texts as the names of options"
     ):
         settings.load_settings("pocket/tiny", [f"reward_options={{pocket-clip: {{{key}: 2}}}}"])
+
+
+def test_listed_options_of_the_hpsv3_package_are_the_parameters_of_its_loader():
+    parameters = inspect.signature(load_hpsv3_package).parameters
+    assert tuple(parameters) == placement.HPSV3_PACKAGE_OPTIONS
 
 
 @pytest.mark.parametrize("option", ["weights", "base", "batch_size", "bathc"])

@@ -9,7 +9,6 @@ __all__ = ['ENVIRONMENTS_DIR', 'SERVER_PACKAGES', 'WorkerOptions', 'LocalServer'
 # %% ../../nbs/05_reward_serving/02_placement.ipynb #86444cfc
 import contextlib
 import hashlib
-import inspect
 import json
 import os
 import re
@@ -36,7 +35,6 @@ from ..arguments import checked, text
 from ..core.machine import terminate_process_group
 from ..core.settings import EXTERNAL_REWARD_OPTIONS
 from . import client
-from .hpsv3_package import load_hpsv3_package
 from ..rewards import rewards
 from ..rewards.images import Images
 
@@ -534,10 +532,9 @@ def load_placed_reward(
 
 def _check_package_options(options: Mapping[str, Any]) -> None:
     """Raise InputError if the HPSv3 authors' package has no option of that name."""
-    allowed = list(inspect.signature(load_hpsv3_package).parameters)
-    unknown = [option for option in options if option not in allowed]
+    unknown = [option for option in options if option not in HPSV3_PACKAGE_OPTIONS]
     if unknown:
         raise InputError(
-            f"`reward_options` of hpsv3 with `backend: package` must be among {', '.join(allowed)}, or options of "
+            f"`reward_options` of hpsv3 with `backend: package` must be among {', '.join(HPSV3_PACKAGE_OPTIONS)}, or options of "
             f"the child process ({', '.join(WorkerOptions.model_fields)}); got {unknown[0]!r}"
         )
