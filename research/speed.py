@@ -249,7 +249,7 @@ def levers(b, repeats):
         channels_last,
         "not taken: images differ in the last digits, and kept runs would not be repeated bit for bit",
     )
-    if b.reward is not None:
+    if b.scorers:
         rows += with_reward(b, repeats)
     count = torch.get_num_threads()
     if device.type == "cpu" and count > 1:
@@ -292,7 +292,8 @@ def with_reward(b, repeats):
     """Embeddings from disk, and scores while the policy draws."""
     rows = []
     texts = [b.prompts[i] for i in b.prompt_index.tolist()]
-    scorers = {"reward": b.reward}
+    (reward,) = b.scorers.values()  # the shipped settings have one reward
+    scorers = {"reward": reward}
 
     def fresh():
         with prompt_embeds.lazy_prompt_encoder(b.policy) as encode:
@@ -301,7 +302,7 @@ def with_reward(b, repeats):
     def in_order():
         paths = b.rollout()
         drawn = decode_latents(b.policy, paths.latents[:, -1], b.settings.rollout_batch)
-        rewards.score_images("reward", b.reward, drawn, texts)
+        rewards.score_images("reward", reward, drawn, texts)
 
     def beside():
         settings = b.settings

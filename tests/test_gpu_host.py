@@ -128,7 +128,7 @@ def test_a_host_without_base_is_told_what_to_do(tmp_path):
     )
     assert done.returncode and "Traceback" not in done.stderr
     assert (
-        "base: 'Qwen/Qwen2-VL-7B-Instruct' is not a folder, and config.json"
+        "got 'Qwen/Qwen2-VL-7B-Instruct', which is not a folder, and config.json"
         in done.stdout + done.stderr
     )
 

@@ -59,7 +59,7 @@ def theirs(both, asked):
 
 def test_package_and_thin_scorer_agree(both, asked, theirs):
     package, thin = both
-    versions = package.about["versions"]
+    versions = package.server_info["versions"]
     assert versions["hpsv3"] == "1.0.0" and versions["transformers"] == "4.45.2"
     assert len(theirs) == 20 and theirs.std() > 0.1
     torch.testing.assert_close(thin(*asked), theirs, rtol=0, atol=2e-5)

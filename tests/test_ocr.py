@@ -22,7 +22,7 @@ def sign(text: str) -> Image.Image:
 
 def test_without_its_environment_the_command_that_makes_it_is_named(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    with pytest.raises(InputError, match="create it with `chunk-grpo reward-env ocr`"):
+    with pytest.raises(InputError, match="create ocr with `chunk-grpo reward-env ocr`"):
         placement.load_placed_reward("ocr")
     with pytest.raises(InputError, match="`worker` must be left out for ocr"):
         placement.load_placed_reward("ocr", worker=True)

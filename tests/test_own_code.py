@@ -162,7 +162,7 @@ def test_an_async_reward_is_refused_in_one_sentence(recwarn):
         return [0.0]
 
     with pytest.raises(
-        InputError, match="later returned a coroutine that cannot be read as numbers"
+        InputError, match="later must return one number per image; it returned a coroutine"
     ):
         score_images("later", reward, torch.zeros(1, 3, 8, 8), ["a red star"])
     gc.collect()

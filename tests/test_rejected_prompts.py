@@ -115,14 +115,14 @@ def test_a_served_reward_is_asked_before_the_run(own):
     try:
         url = f"http://127.0.0.1:{service.servers[0].sockets[0].getsockname()[1]}"
         remote = client.load_remote_reward(url)
-        assert remote.first_rejected(GOOD * 50) is None
+        assert remote.find_rejected_prompt(GOOD * 50) is None
         with pytest.raises(
             InputError,
             match="the reward own can score; prompt 1501 cannot be scored: .*holds a mark",
         ):
             rewards.check_prompts({"own": remote}, [*GOOD * 50, BAD], "eval_prompts")
         older = remote.model_copy(update={"about": {}})
-        assert older.first_rejected([BAD]) is None  # a server that cannot be asked
+        assert older.find_rejected_prompt([BAD]) is None  # a server that cannot be asked
     finally:
         service.should_exit = True
         thread.join()

@@ -1,11 +1,19 @@
 """Options of a reward that are called as an argument of ours: the reward's own are given to it, others are refused."""
 
+import inspect
+import sys
+import types
+
 import pytest
 import torch
 from commands import call
 
 from chunk_grpo import InputError, load_placed_reward
 from chunk_grpo.core import settings
+from chunk_grpo.measurements import profiles, speed
+from chunk_grpo.reward_serving import placement
+from chunk_grpo.reward_serving.hpsv3_package import load_hpsv3_package
+from chunk_grpo.rewards import rewards
 
 REWARD = """def red(images, prompts, name="", here=0.0, options=None, loader=None):
     return images[:, 0].mean((1, 2)) + float(here) + len(name)
@@ -66,3 +74,88 @@ def test_an_option_whose_name_is_no_text_is_refused(key):
         InputError, match="`reward_options` must have texts as the names of options"
     ):
         settings.load_settings("pocket/tiny", [f"reward_options={{pocket-clip: {{{key}: 2}}}}"])
+
+
+def test_listed_options_of_the_hpsv3_package_are_the_parameters_of_its_loader():
+    parameters = inspect.signature(load_hpsv3_package).parameters
+    assert tuple(parameters) == placement.HPSV3_PACKAGE_OPTIONS
+
+
+@pytest.mark.parametrize("option", ["weights", "base", "batch_size", "bathc"])
+def test_option_that_the_hpsv3_package_does_not_have_is_rejected_before_a_child_starts(option):
+    sentence = f"`backend: package` must be among checkpoint, config, device, .*; got '{option}'$"
+    with pytest.raises(InputError, match=sentence):
+        load_placed_reward("hpsv3", backend="package", **{option: 1})
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"dtype": "bfloat16", "device": "cpu"}, "`dtype` must be auto or float32 on a CPU"),
+        ({"batch": 0}, "`batch` must be a whole number of at least 1; got 0"),
+        ({"batch": True}, "`batch` must be a whole number of at least 1; got True"),
+    ],
+)
+def test_option_without_effect_in_the_hpsv3_package_is_rejected(options, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        load_hpsv3_package(**options)
+
+
+def test_bfloat16_is_rejected_if_the_configuration_of_the_package_loads_float32(monkeypatch):
+    scorer = types.SimpleNamespace(model=torch.nn.Linear(2, 2), device="cuda:0")
+    package = types.ModuleType("hpsv3")
+    package.HPSv3RewardInferencer = lambda **options: scorer
+    monkeypatch.setitem(sys.modules, "hpsv3", package)
+    with pytest.raises(ValueError, match="`config` loads no bfloat16 weights; got 'bfloat16'"):
+        load_hpsv3_package(dtype="bfloat16", device="cuda:0")
+    assert load_hpsv3_package(dtype="float32", device="cuda:0").batch == 8
+    scorer.model.bfloat16()
+    assert load_hpsv3_package(dtype="bfloat16", device="cuda:0").device == "cuda:0"
+
+
+@pytest.mark.parametrize("backend", ["plain", "package"])
+def test_backend_of_a_reward_behind_a_server_is_rejected(backend):
+    with pytest.raises(InputError, match="`backend` must be left out|one place where hpsv3 runs"):
+        load_placed_reward("hpsv3", backend=backend, url="http://127.0.0.1:9")
+
+
+def test_environment_of_a_reward_that_cannot_run_in_it_is_rejected(tmp_path):
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/python").symlink_to(sys.executable)
+    for name in ("pickscore", "hpsv3", "no-such-reward"):
+        with pytest.raises(InputError, match=f"`environment` must be left out for {name}; only"):
+            load_placed_reward(name, environment=str(tmp_path))
+
+
+def test_unknown_extra_input_of_a_reward_is_rejected():
+    class Reward:
+        extra_inputs = ("record",)
+
+        def __call__(self, images, prompts, record=None):
+            return [0.0] * len(prompts)
+
+    with pytest.raises(InputError, match="takes the unknown input 'record'; allowed are records"):
+        rewards.score_images("own", Reward(), torch.zeros(1, 3, 4, 4), ["x"])
+
+
+def test_speed_measures_every_reward_of_the_settings():
+    changes = ["steps=3", "chunks=steps", "prompts_per_iteration=1", "images_per_prompt=2"]
+    both = "reward={compressibility: 1, incompressibility: 2}"
+    workload = speed.prepare_workload(speed.load_workload_settings("pocket", [*changes, both]))
+    assert list(workload.scorers) == ["compressibility", "incompressibility"]
+    called = []
+    for name in workload.scorers:
+        workload.scorers[name] = lambda images, prompts, name=name: called.append(name) or [0, 0]
+    workload.score(torch.zeros(2, 3, 8, 8))
+    assert called == ["compressibility", "incompressibility"]
+
+
+@pytest.mark.parametrize("changes", [["reward=hpsv3"], {"reward": "hpsv3"}])
+def test_reward_of_a_model_with_random_weights_is_rejected(changes):
+    with pytest.raises(InputError, match="`reward` must be left out for flux-size"):
+        speed.load_workload_settings("flux-size", changes)
+
+
+def test_sizes_that_are_not_one_per_prompt_are_rejected():
+    with pytest.raises(InputError, match="`sizes` must be one per prompt; got 1 for 2 prompts"):
+        profiles.measure_distances(None, ["a", "b"], [0, 1], 1, 0, None, sizes=[64])

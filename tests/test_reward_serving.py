@@ -150,14 +150,14 @@ def test_a_child_that_never_started_is_not_tried_again_and_its_last_words_are_qu
     bare.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
     bare.chmod(0o755)
     with pytest.raises(
-        InputError, match="status 1, its last words were: ModuleNotFoundError: No mod"
+        InputError, match="status 1; its last line of output: ModuleNotFoundError: No mod"
     ):
         placement.LocalServer("own", "own:reward", python=bare).start()
 
     (tmp_path / "slow.py").write_text(
         "import time\ndef load():\n    print('3 of 9')\n    time.sleep(60)\n"
     )
-    with pytest.raises(InputError, match=r"no answer within 12 s \(`start_timeout`\), .* 3 of 9$"):
+    with pytest.raises(InputError, match=r"no answer within 12 s \(`start_timeout`\); .* 3 of 9$"):
         placement.LocalServer("slow", f"{tmp_path}/slow.py:load", start_timeout=12.0).start()
 
 
@@ -203,7 +203,7 @@ def test_an_environment_is_made_from_a_requirements_file(tmp_path, monkeypatch):
     done = subprocess.run([folder / "bin/python", "-c", code], capture_output=True, text=True)
     assert done.stdout == "7\n" and folder.name.startswith("my_reward-")
     file.write_text("--no-index\nownlib==1.0\n")
-    with pytest.raises(InputError, match="must exist; create it"):
+    with pytest.raises(InputError, match="must exist; create my_reward.txt with"):
         placement.environment_python("my_reward.txt")
 
 
@@ -219,7 +219,7 @@ def test_prints_harm_nothing(capfd):
     ("name", "said"),
     {
         "nan": f"reward: nan returned nan for the prompt {PROMPTS[1]!r}",
-        "short": "reward: short must return 5 numbers, one per image; it did not",
+        "short": "reward: short must return 5 numbers, one per image, but did not",
         "raising": "failed in its worker: RuntimeError: the model is not well",
     }.items(),
 )
@@ -410,7 +410,7 @@ def test_a_server_that_stays_away(endpoint):
     remote, other = endpoint
     with pytest.raises(
         client.RewardUnavailable,
-        match=r"stayed away after 3 tries \(the last: status 500, out of ord",
+        match=r"failed after 3 tries \(the last: status 500, out of ord",
     ):
         remote([500] * 9)(IMAGES, PROMPTS)
     assert len(other.seen) == 3
@@ -437,7 +437,7 @@ def test_the_time_of_a_request_is_that_of_all_its_bytes(endpoint):
 def test_an_answer_without_end_is_not_read_to_its_end(endpoint, packed):
     million = gzip.compress(b" " * 100_000_000, 1) if packed else b" " * 1_000_000
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with pytest.raises(InputError, match="answered with more than 4,000,000 bytes"):
+    with pytest.raises(InputError, match="must answer with at most 4,000,000 bytes"):
         endpoint[0]([lambda: (million for _ in range(200))])(IMAGES, PROMPTS)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000  # kB
 
@@ -448,7 +448,7 @@ def test_the_token_is_sent_and_nowhere_kept(endpoint, monkeypatch):
     reward = remote([], token_variable="A_TOKEN")
     reward(IMAGES, PROMPTS)
     assert other.seen == ["Bearer s3cret"] and "s3cret" not in repr(reward) + repr(vars(reward))
-    for value, said in ((None, "not set"), ("s3cret\n", "that a header cannot hold")):
+    for value, said in ((None, "not set"), ("s3cret\n", "that a header cannot carry")):
         monkeypatch.delenv("A_TOKEN", raising=False)
         if value:
             monkeypatch.setenv("A_TOKEN", value)
@@ -523,14 +523,14 @@ def test_the_server_says_what_it_refuses(monkeypatch):
     monkeypatch.setenv("ANOTHER", "wrong")
     with serve("r", reward, token="right", images=5, bytes=500_000) as url:
         ask = client.load_remote_reward(url, token_variable="A_TOKEN", retries=1, pause=0.01)
-        assert ask(IMAGES, PROMPTS).tolist() == [0] * 5 and ask.about["name"] == "r"
+        assert ask(IMAGES, PROMPTS).tolist() == [0] * 5 and ask.server_info["name"] == "r"
         with pytest.raises(
-            InputError, match=r"rejected the request \(401\): token: it is missing or wrong"
+            InputError, match=r"rejected the request \(401\): `token` is missing or wrong"
         ):
             client.load_remote_reward(url, token_variable="ANOTHER")
         with pytest.raises(
             InputError,
-            match=r"rejected the request \(413\): body: it must have at most 500000 bytes",
+            match=r"rejected the request \(413\): body must have at most 500000 bytes",
         ):
             ask(torch.rand(1, 3, 500, 500), ["a"])
         with pytest.raises(
@@ -659,10 +659,10 @@ def test_a_full_queue_is_tried_again_later():
         )  # it is being scored, so the next one waits; sent together, one might be refused
         first.append(pool.submit(ask, IMAGES[:1], PROMPTS[:1]))
         end = time.monotonic() + 60
-        while client.load_remote_reward(url).about["waiting"] < 1 and time.monotonic() < end:
+        while client.load_remote_reward(url).server_info["waiting"] < 1 and time.monotonic() < end:
             time.sleep(0.05)
         with pytest.raises(
-            client.RewardUnavailable, match="status 503, server: 2 requests wait already"
+            client.RewardUnavailable, match="status 503, 2 requests are already waiting"
         ):
             ask(IMAGES[:1], PROMPTS[:1])
         patient = pool.submit(

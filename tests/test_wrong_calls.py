@@ -188,7 +188,7 @@ WRONG = {
     },
     "load_placed_reward": {
         "name": (*TEXTS, "no-reward", "module:"),
-        "here": FLAGS,
+        "allow_working_folder": FLAGS,
         "url": (5, [], True, "nowhere"),
         "environment": (5, [], True, "none-such"),
         "worker": (5, "yes", []),

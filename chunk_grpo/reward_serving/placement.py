@@ -39,11 +39,13 @@ from . import client
 from ..rewards import rewards
 from ..rewards.images import Images
 
-ENVIRONMENTS_DIR = Path(client.__file__).parent  # holds the lists of packages and the server's file
+ENVIRONMENTS_DIR = Path(
+    client.__file__
+).parent  # contains the lists of packages and the server's file
 
 # %% ../../nbs/05_reward_serving/02_placement.ipynb #8b5f108a
 class _OutputCopier(threading.Thread):
-    """A thread that copies a child's output to stderr of this process, and keeps the last lines."""
+    """A thread that copies a child's output to stderr of this process, and keeps the last 20 lines."""
 
     def __init__(
         self,
@@ -76,25 +78,25 @@ class _OutputCopier(threading.Thread):
 
 
 def _start_child(
-    server: "LocalServer",
-) -> tuple[subprocess.Popen, str]:  # the process, and the address that it serves
+    server: "LocalServer",  # names the reward, its options and its interpreter
+) -> tuple[subprocess.Popen, str]:  # the process, and the address at which it serves
     """Start a child process that serves the reward, and wait until it reports its port.
 
     Raises InputError if the child reports that it cannot load the reward. If the child dies or takes too long, raises
     InputError at its first start, and TransientError if a child has started before.
     """
     if server.python:
-        # Another interpreter has other libraries, so it must not inherit this one's PYTHON... variables.
+        # Another interpreter has other libraries, so it must not inherit PYTHONPATH and similar variables.
         environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
     else:
         environment = dict(os.environ)
         environment["PYTHONPATH"] = os.pathsep.join(os.path.abspath(p) for p in sys.path)
-        # With as many threads, sums run in the same order.
+        # With the same number of threads, sums are computed in the same order.
         environment["OMP_NUM_THREADS"] = str(torch.get_num_threads())
     environment["CHUNK_GRPO_REWARD_TOKEN"] = server.token
-    environment["PYTHONUNBUFFERED"] = "1"  # the output of a reward appears at once
+    environment["PYTHONUNBUFFERED"] = "1"  # output of the reward appears at once
 
-    # In the child `cuda` must mean the same GPU as in this process.
+    # In the child, `cuda` must mean the same GPU as in this process.
     gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None
     read_fd, write_fd = os.pipe()
     arguments = json.dumps([server.loader, server.options, server.name, os.getpid(), write_fd, gpu])
@@ -123,7 +125,7 @@ def _start_child(
                 )
                 terminate_process_group(child, 0)  # so that its output ends
             if last_line := output.last_line():
-                problem += f", its last words were: {last_line}"
+                problem += f"; its last line of output: {last_line}"
             if server.has_started:
                 raise client.TransientError(problem)
             raise InputError(f"reward: the worker of {server.name} did not start: {problem}")
@@ -139,7 +141,7 @@ def _start_child(
 
 
 def _describe_exit(child: subprocess.Popen) -> str:
-    """Describe in words how a child ended after it closed its connection; wait up to 5 s for its end."""
+    """Return in words how a child ended, such as "it exited with status 3"; wait up to 5 s for its end."""
     try:
         code = child.wait(5)
     except subprocess.TimeoutExpired:
@@ -150,11 +152,10 @@ def _describe_exit(child: subprocess.Popen) -> str:
 
 # %% ../../nbs/05_reward_serving/02_placement.ipynb #d3879c83
 class WorkerOptions(client.RequestOptions):
-    """How requests to a reward in a child process are sent, and how long its start may take."""
+    """Options for sending requests to a child process, and for its start."""
 
-    start_timeout: float = Field(
-        1800.0, gt=0, le=7 * 24 * 3600
-    )  # time limit for loading the reward, s
+    # time limit for loading the reward, s
+    start_timeout: float = Field(1800.0, gt=0, le=7 * 24 * 3600)
     retries: int = Field(3, ge=0, le=1000)  # number of tries after the first
 
 
@@ -164,18 +165,18 @@ class LocalServer:
     def __init__(
         self,
         name: str,  # the reward's name
-        loader: str,  # module:function or file.py:function, called with the options in the child
+        loader: str,  # module:function or file.py:function, see `server.load_by_path`
         options: Mapping | None = None,  # keyword arguments for the loader, of JSON types
         python: str | Path | None = None,  # interpreter of another environment; None: this one
         **worker_options: Any,  # fields of `WorkerOptions`
     ) -> None:
-        """Keep the options; the first call starts the child.
+        """Store the options; `start` or the first call starts the child.
 
         Raises InputError if `python` is not a program or a field of `WorkerOptions` is invalid.
         """
         if python and not os.access(python, os.X_OK):
             raise InputError(
-                f"`python` must be the Python interpreter of an environment; {str(python)!r} is not a program"
+                f"`python` must be the Python interpreter of an environment; got {str(python)!r}, which is not a program"
             )
         self.name = name
         self.loader = loader
@@ -186,13 +187,13 @@ class LocalServer:
         self.token = secrets.token_hex(16)
         self.child = None  # the process; None while none is running
         self.url = ""  # the child's address
-        self.about = {}  # the child's answer to /health
+        self.server_info = {}  # the child's answer to /health
         self.has_started = False  # True once a child has loaded the reward
 
     @property
     def extra_inputs(self) -> tuple[str, ...]:
-        """Return which inputs the reward takes in addition to images and prompts: `records`, `groups`."""
-        return tuple(self.about.get("inputs", ()))
+        """Return the inputs that the reward takes in addition to images and prompts: `records`, `groups`, or none."""
+        return tuple(self.server_info.get("inputs", ()))
 
     def __call__(
         self,
@@ -200,12 +201,12 @@ class LocalServer:
         prompts: Sequence[str],  # one per image
         **inputs: Sequence,  # those in `extra_inputs`, one value per image
     ) -> Tensor:  # (B,)
-        """Score the images in the child.
+        """Score the images in the child, and return the scores.
 
-        Raises InputError if the child reports an error, RewardUnavailable if every try fails.
+        Raises InputError if the child reports an error, and RewardUnavailable if every try fails.
         """
         return client.request_scores(
-            ask=self._ask_with_retries,
+            send=self._send_with_retries,
             server_label=self.name,
             images=images,
             prompts=prompts,
@@ -213,41 +214,41 @@ class LocalServer:
             inputs=inputs,
         )
 
-    def first_rejected(
+    def find_rejected_prompt(
         self,
         prompts: Sequence[str],  # the prompts to check
         records: Sequence[Mapping] | None = None,  # one per prompt, if the reward takes records
     ) -> tuple[int, str] | None:  # index of the prompt, and the reason
-        """Ask the child for a prompt that its reward rejects; return None if it accepts all."""
-        return client.request_checks(self._ask_with_retries, prompts, records)
+        """Ask the child to check prompts; return a prompt that its reward rejects, or None if it accepts all."""
+        return client.request_prompt_check(self._send_with_retries, prompts, records)
 
     def start(self) -> "LocalServer":
         """Start the child unless it is running, and return this object.
 
         Raises InputError if the child cannot load the reward.
         """
-        self.about = self._ask_with_retries("/health", None)
+        self.server_info = self._send_with_retries("/health", None)
         return self
 
     def close(self) -> None:
-        """End the child and everything it started; a later call starts another child."""
+        """End the child and every process that it started; a later call starts another child."""
         child, self.child = self.child, None
         if child is not None:
             terminate_process_group(child, 0)
 
-    def _ask_with_retries(
+    def _send_with_retries(
         self,
         path: str,  # /health, /score or /check
-        body: bytes | None,  # POST this body; None: send a GET request
+        body: bytes | None,  # body of a POST request; None: a GET request is sent
     ) -> dict:
         """Send a request to the child, with retries, and return its answer.
 
-        Raises InputError with the child's message if it rejects the request, RewardUnavailable if every try fails.
+        Raises InputError with the child's message if it rejects the request, and RewardUnavailable if every try fails.
         """
         with self.lock:
             try:
                 return client.call_with_retries(
-                    ask=lambda: self._ask_once(path, body),
+                    send=lambda: self._send_once(path, body),
                     server_label=f"the worker of {self.name}",
                     retries=self.worker_options.retries,
                     pause=self.worker_options.pause,
@@ -255,7 +256,7 @@ class LocalServer:
             except client.RewardUnavailable:
                 raise
             except InputError as error:
-                # Pass on the reward's own message, without what the client says about a server.
+                # Keep only the reward's own message; remove the client's prefix about a server.
                 message = re.sub(
                     r"^reward: the server \S+ rejected the request \(422\): ", "", str(error)
                 )
@@ -263,20 +264,20 @@ class LocalServer:
                     message = f"reward: {self.name} failed in its worker: {message}"
                 raise InputError(message) from None
 
-    def _ask_once(
+    def _send_once(
         self,
         path: str,  # /health, /score or /check
-        body: bytes | None,  # POST this body; None: send a GET request
+        body: bytes | None,  # body of a POST request; None: a GET request is sent
     ) -> dict:
         """Send one request to the child and return its answer; start a child if none is running.
 
-        If the child does not answer or fails internally, ends it and raises TransientError.
+        If the child does not answer or fails internally, it is ended and TransientError is raised.
         """
         try:
             if self.child is None:
                 self.child, self.url = _start_child(self)
                 self.has_started = True
-            return client.exchange(
+            return client.send_request(
                 url=self.url,
                 path=path,
                 timeout=self.worker_options.timeout,
@@ -286,13 +287,16 @@ class LocalServer:
         except InputError:  # the child answered with an error and keeps running
             raise
         except BaseException as error:
-            # For a lost connection, how the process ended says more than the connection's error.
             is_lost = (
                 isinstance(error, client.TransientError)
                 and self.child
                 and "no answer within" not in str(error)
             )
-            reported = client.TransientError(_describe_exit(self.child)) if is_lost else error
+            reported = error
+            if (
+                is_lost
+            ):  # the way in which the process ended is more informative than the connection's error
+                reported = client.TransientError(_describe_exit(self.child))
             self.close()
             raise reported from None
 
@@ -304,9 +308,9 @@ SERVER_PACKAGES = ("fastapi", "uvicorn", "numpy", "safetensors", "pillow")
 def _read_requirements(
     name: str,  # name of a list in `folder`, or path of a user's requirements file
     folder: Path,  # folder of the lists
-    packages: Sequence[str] = (),  # the user's packages; then no list or file is read
-) -> tuple[list[str], list[str]]:  # to install with dependencies, and without
-    """Return the packages of an environment, as pip's arguments.
+    packages: Sequence[str] = (),  # the user's packages; if there are any, no list or file is read
+) -> tuple[list[str], list[str]]:  # packages installed with their dependencies, and without
+    """Return the packages of an environment, as arguments of pip.
 
     Raises InputError if there is no such list or file, or if the name or a package is invalid.
     """
@@ -314,37 +318,37 @@ def _read_requirements(
         invalid = [package for package in packages if not re.match("[A-Za-z0-9]", package)]
         if invalid or not re.fullmatch(r"[A-Za-z0-9][\w.-]*", name):
             raise InputError(
-                f"an environment must have a name and packages, such as mine torch easyocr==1.7.2; got "
-                f"{[name, *packages]}"
+                "`name` and `packages` must be a folder name and packages of pip, such as mine torch "
+                f"easyocr==1.7.2; got {name!r} and {list(packages)}"
             )
         return [*packages, *SERVER_PACKAGES], []
-    known = sorted(path.stem for path in folder.glob("*.txt"))
+    list_names = sorted(path.stem for path in folder.glob("*.txt"))
     if _is_requirements_file(name):
         check_regular_file(Path(name).expanduser(), "`environment`")
         try:
             text = Path(name).expanduser().read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise InputError(
-                f"`environment` must be one of {', '.join(known)}, a requirements file or an environment's "
+                f"`environment` must be one of {', '.join(list_names)}, a requirements file or an environment's "
                 f"folder; {name!r} cannot be read ({type(error).__name__})"
             ) from None
         lines = [line.strip() for line in text.splitlines()]
         lines = [line for line in lines if line and not line.startswith("#")]
         if not lines:
             raise InputError(
-                f"`environment` must be a file that names packages; {name!r} names none"
+                f"`environment` must be a file that lists packages; {name!r} lists none"
             )
         return [*lines, *SERVER_PACKAGES], []
-    if name not in known:
+    if name not in list_names:
         raise InputError(
-            f"`environment` must be one of {', '.join(known)}, a requirements file ending in .txt, or an "
+            f"`environment` must be one of {', '.join(list_names)}, a requirements file ending in .txt, or an "
             f"environment's folder; got {name!r}"
         )
     text = (folder / f"{name}.txt").read_text(encoding="utf-8")
     with_dependencies, _, without_dependencies = text.partition("# no-deps")
 
     def package_lines(section: str) -> list[str]:
-        """Return the lines that name packages, without comments and blank lines."""
+        """Return the lines of a section that name packages, without comments and blank lines."""
         return [line for line in section.splitlines() if line and line[0] not in "#:"]
 
     return package_lines(with_dependencies), package_lines(without_dependencies)
@@ -358,7 +362,7 @@ def _is_requirements_file(name: str) -> bool:
 def environment_dir(
     name: str,  # name of the environment, or path of a user's requirements file
     folder: Path = ENVIRONMENTS_DIR,  # folder of the lists
-    packages: Sequence[str] = (),  # the user's packages; then no list or file is read
+    packages: Sequence[str] = (),  # the user's packages; if there are any, no list or file is read
 ) -> Path:
     """Return the folder of an environment, which need not exist yet.
 
@@ -374,7 +378,7 @@ def environment_dir(
 
 
 def environment_python(
-    environment: str,  # its name, its folder, or path of a user's requirements file
+    environment: str,  # its name or folder, or path of a user's requirements file
     folder: Path = ENVIRONMENTS_DIR,  # folder of the lists
 ) -> Path:
     """Return the path of an environment's Python interpreter.
@@ -387,16 +391,16 @@ def environment_python(
     path = environment_dir(environment, folder)
     if not (path / "ready.json").is_file():
         raise InputError(
-            f"`environment` must exist; create it with `chunk-grpo reward-env {environment}`"
+            f"`environment` must exist; create {environment} with `chunk-grpo reward-env {environment}`"
         )
     return path / "bin/python"
 
 # %% ../../nbs/05_reward_serving/02_placement.ipynb #229dede5
 def create_environment(
     name: str,  # name of the environment, or path of a user's requirements file
-    say: Callable[[str], None] = print,  # receives progress messages
+    log: Callable[[str], None] = print,  # receives progress messages
     folder: Path = ENVIRONMENTS_DIR,  # folder of the lists
-    packages: Sequence[str] = (),  # the user's packages; then no list or file is read
+    packages: Sequence[str] = (),  # the user's packages; if there are any, no list or file is read
 ) -> Path:
     """Create a reward's Python environment unless it exists, and return its folder.
 
@@ -405,107 +409,134 @@ def create_environment(
     path = environment_dir(name, folder, packages)
     requirements = _read_requirements(name, folder, packages)
     path.parent.mkdir(parents=True, exist_ok=True)
-    log = Path(f"{path}.log")
+    log_file = Path(f"{path}.log")
     start = time.time()
     with FileLock(f"{path}.lock"):
         if (path / "ready.json").is_file():
-            say(f"{name} is ready in {path}")
+            log(f"{name} is ready in {path}")
             return path
         shutil.rmtree(path, ignore_errors=True)  # left by a process that was interrupted
-        log.unlink(missing_ok=True)
-        say(f"creating {path} with Python {sys.version.split()[0]}")
-        _run_setup_command(log, sys.executable, "-m", "venv", path)
+        log_file.unlink(missing_ok=True)
+        log(f"creating {path} with Python {sys.version.split()[0]}")
+        _run_setup_command(log_file, sys.executable, "-m", "venv", path)
         for package_list, options in zip(requirements, ([], ["--no-deps"]), strict=True):
-            if package_list:
-                say(
-                    f"installing {', '.join(package_list[:3])} … ({len(package_list)} in all); "
-                    f"pip's log is {log}"
-                )
-                arguments = package_list
-                if _is_requirements_file(
-                    name
-                ):  # pip reads the file itself, since it may hold options
-                    arguments = ["-r", Path(name).expanduser().resolve(), *SERVER_PACKAGES]
-                pip = [path / "bin/python", "-m", "pip", "install", "--no-input", "--no-compile"]
-                _run_setup_command(log, *pip, "--disable-pip-version-check", *options, *arguments)
+            if not package_list:
+                continue
+            log(
+                f"installing {', '.join(package_list[:3])} … ({len(package_list)} in all); "
+                f"pip's log is {log_file}"
+            )
+            arguments = package_list
+            if _is_requirements_file(name):  # pip reads the file, which may contain pip's options
+                arguments = ["-r", Path(name).expanduser().resolve(), *SERVER_PACKAGES]
+            pip = [path / "bin/python", "-m", "pip", "install", "--no-input", "--no-compile"]
+            _run_setup_command(log_file, *pip, "--disable-pip-version-check", *options, *arguments)
         summary = {
             "seconds": round(time.time() - start),
             "bytes": sum(p.lstat().st_size for p in path.rglob("*")),
             "python": sys.version,
             "packages": sum(requirements, []),
         }
-        # The last file: an environment without it is incomplete.
+        # This file is written last: an environment without it is incomplete.
         (path / "ready.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
-    say(f"ready after {summary['seconds']} s, {summary['bytes'] / 1e9:.1f} GB")
+    log(f"ready after {summary['seconds']} s, {summary['bytes'] / 1e9:.1f} GB")
     return path
 
 
 def _run_setup_command(
-    log: Path,  # file to which stdout and stderr are appended
+    log_file: Path,  # file to which stdout and stderr are appended
     *command: str | Path,  # program and arguments
 ) -> None:
-    """Run a command that sets up an environment, and append its output to a log.
+    """Run a command that sets up an environment, and append its output to a log file.
 
     If the command fails, raises InputError with the log's last line that begins with ERROR, or else its last line.
     """
-    with open(log, "ab") as handle:
+    with open(log_file, "ab") as handle:
         done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=handle, stderr=handle)
     if done.returncode:
-        # pip writes in colours
-        text = re.sub(r"\x1b\[[0-9;]*m", "", log.read_text(errors="replace"))
+        # pip prints colour codes, which are removed.
+        text = re.sub(r"\x1b\[[0-9;]*m", "", log_file.read_text(errors="replace"))
         lines = [line.strip() for line in text.splitlines() if line.strip()] or ["nothing"]
         last = next((line for line in reversed(lines) if line.startswith("ERROR")), lines[-1])
         raise InputError(
-            f"environment: it could not be created; the last error in its log was {last!r}, the log is {log}."
+            f"`environment`: it could not be created; the last error in its log is {last!r}; the log is {log_file}."
         )
 
 # %% ../../nbs/05_reward_serving/02_placement.ipynb #cfe1c40a
 @checked(name=text(), url=str | None, environment=str | None, worker=bool | None)
 def load_placed_reward(
     name: str,  # reward's name, see `rewards.load_reward`; or a path, see `server.load_by_path`
-    here: bool = True,  # allow code from the working folder, see `import_callable`
-    /,  # so that an option may be called name or here
-    **options: Any,  # options of the reward, and those that say where it runs
+    allow_working_folder: bool = True,  # True if it may be imported from the working folder
+    /,  # positional only, so that an option may be called `name`
+    **options: Any,  # options of the reward, and those that decide where it runs
 ) -> Callable:  # (images, prompts) -> scores
-    """Load a reward in the process, environment or server that its options name.
+    """Load a reward in the process, environment or server that its options name, and return it as a function.
 
-    Raises InputError if an option is wrong, or if the options name more than one place to run.
+    Raises InputError if an option is wrong or would have no effect, or if the options name more than one place where the
+    reward runs.
     """
     # OCR needs packages that this environment lacks, so it cannot run in this process.
     if name == "ocr" and not (options.get("url") or options.get("environment")):
         if options.pop("worker", None):
             raise InputError("`worker` must be left out for ocr, which runs in the environment ocr")
         options["environment"] = "ocr"
-    backend = options.pop("backend", "plain") if name == "hpsv3" else "plain"
+    has_backend = name == "hpsv3" and "backend" in options
+    backend = options.pop("backend") if has_backend else "plain"
     if backend not in ("plain", "package"):
         raise InputError(f"`backend` must be plain or package; got {backend!r}")
-    places = {key: options.pop(key, None) for key in EXTERNAL_REWARD_OPTIONS}
-    named = [key for key in EXTERNAL_REWARD_OPTIONS if places[key]]
+    location = {key: options.pop(key, None) for key in EXTERNAL_REWARD_OPTIONS}
+    location_options = [key for key in EXTERNAL_REWARD_OPTIONS if location[key]]
     if backend == "package":
-        named.append("backend")
-    if len(named) > 1:
+        location_options.append("backend")
+    if len(location_options) > 1:
         raise InputError(
-            f"`reward_options` must name one place to run at; got {' and '.join(named)}"
+            f"`reward_options` must name one place where {name} runs; got {' and '.join(location_options)}"
         )
-    if not named:
-        return rewards.load_reward_with_options(name, here, options)
+    if has_backend and location["url"]:
+        raise InputError(
+            f"`backend` must be left out with `url`, because the server has loaded {name} already; got "
+            f"{backend!r}"
+        )
+    if location["environment"] and ":" not in name and name != "ocr":
+        raise InputError(
+            f"`environment` must be left out for {name}; only ocr and a reward named by module:function or "
+            f"file.py:function can run in another environment; got {location['environment']!r}"
+        )
+    if not location_options:
+        return rewards.load_reward_with_options(name, allow_working_folder, options)
 
     # The shipped rewards round images to bytes themselves, so bytes lose nothing.
     if name in rewards.REWARD_LOADERS:
         options.setdefault("pixels", "bytes")
-    if places["url"]:
-        return client.load_remote_reward(places["url"], **{"reward": name} | options)
+    if location["url"]:
+        return client.load_remote_reward(location["url"], **{"reward": name} | options)
 
     # Otherwise the reward runs in a child process, with this Python or another.
     worker_options = {key: options.pop(key) for key in WorkerOptions.model_fields if key in options}
-    loader, environment = name, places["environment"]
+    loader = name
+    environment = location["environment"]
     if backend == "package":
+        _check_package_options(options)
         loader = f"{ENVIRONMENTS_DIR / 'hpsv3_package.py'}:load_hpsv3_package"
         environment = "hpsv3"
     elif name == "ocr":
         loader = f"{ENVIRONMENTS_DIR / 'ocr.py'}:load_ocr"
     elif not environment:
         loader = "chunk_grpo.rewards.rewards:load_reward_with_options"
-        options = {"name": name, "here": here, "options": options}
+        options = {
+            "name": name,
+            "allow_working_folder": allow_working_folder,
+            "options": options,
+        }
     python = environment_python(environment) if environment else None
     return LocalServer(name, loader, options, python, **worker_options).start()
+
+
+def _check_package_options(options: Mapping[str, Any]) -> None:
+    """Raise InputError if the HPSv3 authors' package has no option of that name."""
+    unknown = [option for option in options if option not in HPSV3_PACKAGE_OPTIONS]
+    if unknown:
+        raise InputError(
+            f"`reward_options` of hpsv3 with `backend: package` must be among {', '.join(HPSV3_PACKAGE_OPTIONS)}, or options of "
+            f"the child process ({', '.join(WorkerOptions.model_fields)}); got {unknown[0]!r}"
+        )

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['PROTOCOL_VERSION', 'EXTRA_INPUTS', 'ScoringRequest', 'pack_request', 'unpack_request', 'import_loader',
-           'load_by_path', 'format_error', 'extra_inputs', 'check_reward', 'call_reward', 'find_rejected',
+           'load_by_path', 'format_error', 'extra_inputs', 'check_reward', 'call_reward', 'find_rejected_prompt',
            'ServerLimits', 'scorer_versions', 'create_scoring_app', 'run_reward_server', 'main']
 
 # %% ../../nbs/05_reward_serving/00_server.ipynb #637c4866
@@ -53,9 +53,9 @@ EXTRA_INPUTS = {
 
 # %% ../../nbs/05_reward_serving/00_server.ipynb #5f3cd50a
 class ScoringRequest(NamedTuple):
-    """The content of a scoring request: images, prompts and further inputs of the reward."""
+    """Content of a scoring request: images, prompts and further inputs of the reward."""
 
-    images: np.ndarray | list[np.ndarray]  # (B, 3, H, W), or one (H, W, 3) per image, as packed
+    images: np.ndarray | list[np.ndarray]  # (B, 3, H, W), or one (H, W, 3) per image, as sent
     prompts: list[str]  # one per image
     inputs: dict[str, list]  # keyed by `records` and `groups`, if sent; one value per image
 
@@ -65,7 +65,7 @@ def pack_request(
     prompts: Sequence[str],  # one per image
     inputs: Mapping[str, Sequence] | None = None,  # keyed by names in `EXTRA_INPUTS`, one per image
 ) -> bytes:
-    """Build the body of a scoring request from images, prompts and further inputs of the reward.
+    """Build the body of a scoring request, a safetensors file, from images, prompts and further inputs.
 
     Raises TypeError if a record holds a value that JSON cannot represent.
     """
@@ -82,7 +82,7 @@ def _read_json_tensor(
     tensor: np.ndarray,  # untrusted; JSON text as bytes
     content_type: TypeAdapter,  # type that the JSON must have
 ) -> list:
-    """Decode a list that a request holds as JSON in a tensor.
+    """Decode a list that a request contains as JSON in a tensor.
 
     Raises ValueError if the tensor is too long or its content does not have the type.
     """
@@ -92,9 +92,9 @@ def _read_json_tensor(
 
 def unpack_request(
     body: bytes,  # untrusted; made by `pack_request`
-    max_images: int = 256,  # largest number of images in a body
+    max_images: int = 256,  # largest number of images allowed
 ) -> ScoringRequest:
-    """Read and check the body of a scoring request; the reverse of `pack_request`.
+    """Read and check the body of a scoring request; the inverse of `pack_request`.
 
     Raises ValueError with a one-sentence message if the body is not a valid request.
     """
@@ -116,7 +116,7 @@ def unpack_request(
     for name, values in inputs.items():
         if len(values) != len(prompts):
             raise ValueError(
-                f"{name} must be one an image; got {len(values)} with {len(prompts)} prompts"
+                f"{name} must be one per image; got {len(values)} for {len(prompts)} prompts"
             )
     batch = tensors.get("images")
     if batch is None:
@@ -124,13 +124,14 @@ def unpack_request(
     else:
         images = batch
     if batch is not None and not batch.ndim:
-        raise ValueError("images must be (B, 3, H, W); got a number")
+        raise ValueError("images must be of shape (B, 3, H, W); got a number")
     if not 0 < len(prompts) == len(images) or len(prompts) > max_images:
         raise ValueError(
-            f"images must be 1 to {max_images}, with a prompt each; got {len(images)} with {len(prompts)}"
+            f"images must be 1 to {max_images}, with one prompt each; got {len(images)} images and "
+            f"{len(prompts)} prompts"
         )
 
-    # The images are either one batch under the name `images`, or one picture per tensor.
+    # The images are either one batch under the name `images`, or one tensor per image.
     is_batch = (
         batch is not None
         and batch.ndim == 4
@@ -138,19 +139,19 @@ def unpack_request(
         and len(tensors) == 1
         and batch.dtype in (np.float32, np.uint8)
     )
-    is_pictures = batch is None and all(
+    is_list = batch is None and all(
         x.ndim == 3 and x.shape[2] == 3 and x.dtype == np.uint8 for x in images
     )
-    if not (is_batch or is_pictures) or not all(x.size for x in images):
+    if not (is_batch or is_list) or not all(x.size for x in images):
         raise ValueError(
-            "images must be (B, 3, H, W) of float32 or bytes, or pictures (H, W, 3) of bytes; got "
-            f"{images[0].dtype} of shape {images[0].shape}"
+            "images must be one tensor (B, 3, H, W) of float32 or uint8, or one uint8 tensor (H, W, 3) per image; "
+            f"got {images[0].dtype} of shape {images[0].shape}"
         )
     is_float = is_batch and batch.dtype == np.float32
     # NaN compares as False, so this condition rejects it too.
     if is_float and not (batch.min() >= -0.01 and batch.max() <= 1.01):
         raise ValueError(
-            "images must be finite numbers from 0 to 1 if they are floats; got "
+            "images must be finite numbers from 0 to 1 if they are float32; got "
             f"{batch.min():.3g} to {batch.max():.3g}"
         )
     return ScoringRequest(images, prompts, inputs)
@@ -171,20 +172,20 @@ def import_loader(path: str) -> Callable:
         namespace = vars(importlib.import_module(module))
     if not callable(namespace.get(name)):
         raise ValueError(
-            f"{path!r} does not name a function; allowed are module:function and file.py:function"
+            f"the path of a reward must be module:function or file.py:function; got {path!r}, which names no function"
         )
     return namespace[name]
 
 
 def load_by_path(
     path: str,  # package.module:name or file.py:name, of a class, a loader or the reward itself
-    options: Mapping[str, Any],  # keyword arguments for it
+    options: Mapping[str, Any],  # keyword arguments for the class, the loader or the reward
 ) -> Any:  # the reward, not yet checked; `create_scoring_app` checks it
     """Load a reward from the path of a class, of a loader, or of the reward itself.
 
-    If the options alone are enough to call the function, it is a loader, and its result is the reward. If it also
-    needs images and prompts, it is the reward itself, and the options are bound to it. Raises ValueError if neither
-    call is possible.
+    A function that can be called with the options alone is a loader, and its result is the reward. A function that also
+    needs images and prompts is the reward itself, and the options are bound to it. Raises ValueError if neither call is
+    possible.
     """
     target = import_loader(path)
     try:
@@ -202,33 +203,35 @@ def load_by_path(
                 f"{path!r} can be called neither with the options {dict(options)} nor as a reward with images and "
                 f"prompts ({error})"
             ) from None
-        if inspect.isclass(target):  # its instances are rewards, not the class
+        if inspect.isclass(target):  # instances of the class are rewards, not the class itself
             raise ValueError(
-                f"{path!r} cannot be made with the options {dict(options)} ({error})"
+                f"{path!r} cannot be created with the options {dict(options)} ({error})"
             ) from None
         return reward
     return target(**options)
 
 
 def format_error(error: Exception) -> str:
-    """Format an error as one line, with its type unless the message is clear without it."""
+    """Format an error as one line; add its type, except for an InputError and a message that begins with "reward: "."""
     message = " ".join(str(error).split())
-    is_clear = type(error).__name__ == "InputError" or message.startswith("reward: ")
-    return message if is_clear else f"{type(error).__name__}: {message}"
+    if type(error).__name__ == "InputError" or message.startswith("reward: "):
+        return message
+    return f"{type(error).__name__}: {message}"
 
 
 def extra_inputs(reward: Callable) -> tuple[str, ...]:
-    """Return the names in `EXTRA_INPUTS` that a reward declares as parameters.
+    """Return the names in `EXTRA_INPUTS` that a reward declares as parameters, in that order.
 
     A reward that runs in another process lists them in its attribute `extra_inputs` instead.
     """
-    named = getattr(reward, "extra_inputs", None)
-    if named is not None:
-        return tuple(named)
+    listed = getattr(reward, "extra_inputs", None)
+    if listed is not None:
+        return tuple(listed)
     try:
         parameters = inspect.signature(reward).parameters
-    except (TypeError, ValueError):  # a built-in has none
+    except (TypeError, ValueError):  # a built-in has no signature
         return ()
+    # If the user sets an option of that name, the parameter takes the option.
     options = reward.keywords if isinstance(reward, functools.partial) else {}
     return tuple(
         name
@@ -247,7 +250,7 @@ def check_reward(
     """Raise ValueError unless a reward can be called with images, prompts and its `extra_inputs`."""
     if not callable(reward):
         raise ValueError(
-            f"reward: {name} must be loaded as a function (images, prompts) -> scores; it is a "
+            f"reward: {name} must be a function (images, prompts) -> scores; got an object of type "
             f"{type(reward).__name__}"
         )
     try:
@@ -256,7 +259,7 @@ def check_reward(
         return
     except TypeError as error:
         raise ValueError(
-            f"reward: {name} cannot be called with images and prompts ({error}); besides them it may take "
+            f"reward: {name} cannot be called with images and prompts ({error}); the only further inputs are "
             f"{' and '.join(EXTRA_INPUTS)}"
         ) from None
 
@@ -268,24 +271,26 @@ def call_reward(
     prompts: list[str],  # one per image
     inputs: Mapping[str, list] | None = None,  # keyed by `records` and `groups`, if sent
 ) -> list[float]:  # one score per image
-    """Call a reward with images and prompts, and return its scores.
+    """Call a reward with images and prompts, check its scores, and return them.
 
-    The reward gets an array of images as a torch tensor, with bytes scaled to [0, 1], and a list as PIL images; without
-    torch in the environment it gets PIL images in both cases. Raises ValueError if the reward does not return one
+    The reward gets an array of images as a torch tensor, with bytes scaled to [0, 1], and a list as PIL images. If the
+    environment has no torch, it gets PIL images in both cases. Raises ValueError if the reward does not return one
     finite number per image, or declares an input that was not sent.
     """
     declared = extra_inputs(reward)
     if missing := [key for key in declared if key not in (inputs or {})]:
         raise ValueError(
-            f"reward: {name} takes {missing[0]}, which the request does not hold; its client is older than this server"
+            f"reward: {name} takes {missing[0]}, which the request does not contain; update the client, which is "
+            "older than this server"
         )
-    chosen = {key: inputs[key] for key in declared} if inputs else {}
+    declared_inputs = {key: inputs[key] for key in declared} if inputs else {}
     torch = sys.modules.get("torch")
     if isinstance(images, np.ndarray) and importlib.util.find_spec("torch") is None:
-        images = images if images.dtype == np.uint8 else np.rint(images.clip(0, 1) * 255)
+        if images.dtype != np.uint8:
+            images = np.rint(images.clip(0, 1) * 255)
         images = list(images.astype(np.uint8).transpose(0, 2, 3, 1))
     if isinstance(images, np.ndarray):
-        import torch  # only a reward on tensors needs it
+        import torch  # only a reward that takes tensors needs it
 
         reward_images = torch.from_numpy(images.copy())
         if reward_images.dtype == torch.uint8:
@@ -293,7 +298,7 @@ def call_reward(
     else:
         reward_images = [Image.fromarray(x) for x in images]
     with torch.inference_mode() if torch else contextlib.nullcontext():
-        scores = reward(reward_images, list(prompts), **chosen)
+        scores = reward(reward_images, list(prompts), **declared_inputs)
     scores = scores.tolist() if hasattr(scores, "tolist") else list(scores)
     if (
         not isinstance(scores, list)
@@ -301,21 +306,20 @@ def call_reward(
         or len(scores) != len(prompts)
     ):
         raise ValueError(
-            f"reward: {name} must return {len(prompts)} numbers, one per image; it did not"
+            f"reward: {name} must return {len(prompts)} numbers, one per image, but did not"
         )
     for score, prompt in zip(scores, prompts, strict=True):
         if not math.isfinite(score):
             raise ValueError(
-                f"reward: {name} returned {float(score)} for the prompt {prompt!r}; allowed are finite "
-                "numbers"
+                f"reward: {name} returned {float(score)} for the prompt {prompt!r}; scores must be finite"
             )
     return [float(x) for x in scores]
 
 # %% ../../nbs/05_reward_serving/00_server.ipynb #6a6f71ef
-def find_rejected(
+def find_rejected_prompt(
     reward: Callable,  # may have methods `check_prompt`, `category` or `check_record`, which raise
     prompts: list[str],  # the prompts to check
-    records: list[dict] | None = None,  # one per prompt; None: records that hold only the prompt
+    records: list[dict] | None = None,  # one per prompt; None: {"prompt": text}
 ) -> list | None:  # [index of the prompt, reason]
     """Return the index of a prompt that the reward rejects and the reason, or None if it accepts all.
 
@@ -336,7 +340,7 @@ def find_rejected(
 
 @dataclass(frozen=True)
 class _PromptRecords:
-    """The content of a request to /check if the reward declares `records`."""
+    """Content of a request to /check if the reward declares `records`."""
 
     prompts: list[str]
     records: list[dict[str, Any]]  # one per prompt
@@ -349,23 +353,24 @@ _CHECK_REQUEST = TypeAdapter(list[str] | _PromptRecords)
 class ServerLimits:
     """Limits on the requests to a server.
 
-    All bodies that wait or are being scored may have four times `bytes` together.
+    The bodies of all requests that wait or are being scored may have at most four times `bytes` in total.
     """
 
-    images: int = 256  # largest number of images in a request
+    images: int = 256  # largest number of images per request
     bytes: int = 512_000_000  # largest size of a request's body
     waiting: int = 64  # largest number of requests in the queue, not counting the one being scored
     body_seconds: float = 60.0  # time within which a body must arrive, s
 
     def __post_init__(self) -> None:
         """Raise ValueError if a limit is too small or too large."""
-        for name, least in {"images": 1, "bytes": 1, "waiting": 0, "body_seconds": 1e-3}.items():
-            if not least <= getattr(self, name) <= 1e12:
-                raise ValueError(f"max_{name} must be at least {least}; got {getattr(self, name)}")
+        for name, minimum in {"images": 1, "bytes": 1, "waiting": 0, "body_seconds": 1e-3}.items():
+            value = getattr(self, name)
+            if not minimum <= value <= 1e12:
+                raise ValueError(f"`max_{name}` must be from {minimum} to 1e12; got {value}")
 
 
 def scorer_versions() -> dict[str, str]:
-    """Return the versions of Python and of the installed libraries that influence scores, keyed by name."""
+    """Return the versions of Python and of the installed libraries that affect scores, keyed by name."""
     versions = {"python": platform.python_version()}
     for name in ("torch", "transformers", "pillow", "chunk_grpo", "hpsv3"):
         with contextlib.suppress(PackageNotFoundError):
@@ -387,7 +392,7 @@ def create_scoring_app(
     request_bytes: list[int] = []  # size of each request that is waiting or being scored
     device = getattr(reward, "device", getattr(getattr(reward, "model", None), "device", "cpu"))
     check_reward(name, reward)
-    about = {
+    server_info = {
         "name": name,
         "protocol": PROTOCOL_VERSION,
         "checks": True,
@@ -402,7 +407,8 @@ def create_scoring_app(
         header = request.headers.get("authorization", "").encode()
         if token and not hmac.compare_digest(header, f"Bearer {token}".encode()):
             raise HTTPException(
-                401, "token: it is missing or wrong; allowed is the one that the server was given"
+                401,
+                "`token` is missing or wrong; it must be the token with which the server was started",
             )
 
     app = FastAPI(
@@ -411,12 +417,12 @@ def create_scoring_app(
     scorer = ThreadPoolExecutor(1)
 
     @contextlib.contextmanager
-    def reserve(size: int) -> Iterator[None]:
-        """Hold a place in the queue for a body of `size` bytes; answer with status 503 if the queue is full."""
+    def reserve_queue_place(size: int) -> Iterator[None]:
+        """Reserve a place in the queue for a body of `size` bytes; answer with status 503 if the queue is full."""
         too_many = len(request_bytes) > limits.waiting
         if too_many or sum(request_bytes) + size > 4 * limits.bytes:
             raise HTTPException(
-                503, f"server: {len(request_bytes)} requests wait already; ask again later"
+                503, f"{len(request_bytes)} requests are already waiting; try again later"
             )
         request_bytes.append(size)
         try:
@@ -440,33 +446,36 @@ def create_scoring_app(
         try:
             content = _CHECK_REQUEST.validate_json(body)
         except ValidationError:
-            raise HTTPException(400, "body must be a JSON list of prompts") from None
+            raise HTTPException(
+                400,
+                "body must be a JSON list of prompts, or an object with the lists prompts and records",
+            ) from None
         if isinstance(content, list):
-            return {"rejected": find_rejected(reward, content)}
-        return {"rejected": find_rejected(reward, content.prompts, content.records)}
+            return {"rejected": find_rejected_prompt(reward, content)}
+        return {"rejected": find_rejected_prompt(reward, content.prompts, content.records)}
 
     @app.get("/health")
     async def health() -> dict:
         """Return the server's name, protocol, device, versions and limits, and how many requests are waiting."""
-        return about | {"waiting": max(0, len(request_bytes) - 1)}
+        return server_info | {"waiting": max(0, len(request_bytes) - 1)}
 
     async def receive(request: Request, answer: Callable[[bytes], dict]) -> dict | Response:
         """Receive a body within the limits, and call `answer` with it in the scoring thread."""
         # A body that is too large is rejected by the length in the header, before it is read.
         size = request.headers.get("content-length", "")
         if not (size.isascii() and size.isdigit()):
-            raise HTTPException(411, "body: its length must be said in the head of the request")
+            raise HTTPException(411, "the header content-length must give the size of the body")
         if len(size) > 15 or int(size) > limits.bytes:
             raise HTTPException(
-                413, f"body: it must have at most {limits.bytes} bytes; send fewer images at once"
+                413, f"body must have at most {limits.bytes} bytes; send fewer images per request"
             )
-        with reserve(int(size)):
+        with reserve_queue_place(int(size)):
             try:
                 async with asyncio.timeout(limits.body_seconds):
                     body = await request.body()
             except TimeoutError:
                 raise HTTPException(
-                    408, f"body: it did not come within {limits.body_seconds:g} s"
+                    408, f"body must arrive within {limits.body_seconds:g} s"
                 ) from None
             except ClientDisconnect:  # nobody is left to receive an answer
                 return Response(status_code=499)
@@ -495,18 +504,18 @@ def run_reward_server(
 ) -> None:
     """Load a reward and serve it until the process is stopped.
 
-    Raises ValueError if the port is not a valid number, the address is not free, or other machines can reach it and
-    there is no token.
+    Raises ValueError if the port is not a valid number, if the address is not free, or if other machines can reach it
+    and there is no token.
     """
     if not 0 < port < 65536:
         raise ValueError(f"`port` must be 1 to 65535; got {port}")
-    # Loading may take minutes, so the address is tried first.
+    # Check the address first, because loading may take minutes.
     try:
         addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         family, socket_type, protocol, _, address = addresses[0]
         if not token and not ipaddress.ip_address(address[0]).is_loopback:
             raise ValueError(
-                f"`token` must be given for a server at {host}, since other machines can reach it"
+                f"`token` must be set for a server at {host}, because other machines can reach it"
             )
         with socket.socket(family, socket_type, protocol) as listener:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -514,7 +523,7 @@ def run_reward_server(
     except (OSError, UnicodeError) as error:
         reason = getattr(error, "strerror", None) or "not a host name"
         raise ValueError(
-            f"`host` and `port` must be free here; got {host!r} and {port} ({reason})"
+            f"`host` and `port` must be an address of this machine that is free; got {host!r} and {port} ({reason})"
         ) from None
     app = create_scoring_app(name, load(), token, limits)
     uvicorn.Server(uvicorn.Config(app, host, port)).run()
@@ -530,7 +539,7 @@ def _exit_with_parent(parent_pid: int) -> None:
 
 
 def main() -> int:  # exit status
-    """Load the reward that the parent process requests, report the port to the parent, and serve.
+    """Load the reward that the parent process names, report the port to the parent, and serve the reward.
 
     The arguments are a JSON list in `sys.argv[1]`; the path in it names a loader or the reward itself, see
     `load_by_path`. The token is in the environment. The report is one line of JSON, with the key `port` or `failed`.
@@ -541,8 +550,8 @@ def main() -> int:  # exit status
     os.set_inheritable(report_fd, False)
     threading.Thread(target=_exit_with_parent, args=[parent_pid], daemon=True).start()
     # Python puts this file's folder on `sys.path`, where the files next to it would hide other modules.
-    own_folder = os.path.dirname(os.path.abspath(__file__))
-    sys.path[:] = [folder for folder in sys.path if folder != own_folder]
+    server_folder = os.path.dirname(os.path.abspath(__file__))
+    sys.path[:] = [folder for folder in sys.path if folder != server_folder]
     status = 0
     try:
         if gpu is not None and importlib.util.find_spec("torch"):
@@ -550,7 +559,7 @@ def main() -> int:  # exit status
 
             if torch.cuda.is_available():
                 torch.cuda.set_device(gpu)
-        # The parent is trusted, so its limits are wide.
+        # The parent is trusted, so the limits are high.
         limits = ServerLimits(images=10**9, bytes=10**12, body_seconds=3600)
         app = create_scoring_app(name, load_by_path(path, options), token, limits)
         listener = socket.create_server(("127.0.0.1", 0))

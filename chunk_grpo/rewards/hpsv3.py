@@ -33,12 +33,12 @@ TARGET_PIXELS = 256 * 28 * 28  # approximate number of pixels of an image after 
 INSTRUCTION = (
     (Path(chunk_grpo.__file__).parent / "rewards/hpsv3_instruction.txt").read_bytes().decode()
 )
-REWARD_TOKEN = "<|Reward|>"  # the token whose state is scored
+REWARD_TOKEN = "<|Reward|>"  # the token whose state is mapped to the score
 IMAGE_TOKEN = "<|image_pad|>"  # one for the whole image
 
 
 def format_hpsv3_chat(prompt: str) -> str:
-    """Write the chat that HPSv3 reads, with the instruction and the prompt, in the template of Qwen2-VL.
+    """Return the chat that HPSv3 scores: the instruction with the prompt, in the template of Qwen2-VL.
 
     It contains one `IMAGE_TOKEN` for the whole image and one `REWARD_TOKEN`.
     """
@@ -53,22 +53,22 @@ def patchify_image(
     image: Images,  # one image: (1, 3, H, W), or a list with one PIL image
     device: str | torch.device = "cpu",  # device of the patches
 ) -> tuple[Tensor, list[int]]:  # (patches, 3 * 2 * 14 * 14), and the grid: [1, rows, columns]
-    """Resize and normalise an image and cut it into patches, in the order that the vision tower expects.
+    """Resize and normalise an image, cut it into patches, and return them in the order that the vision tower expects.
 
-    Raises InputError if one side is more than 200 times the other.
+    The grid counts patches of 14 x 14 pixels. Raises InputError if one side is more than 200 times the other.
     """
     x = images_to_tensor(image, device)
     try:
         size = smart_resize(*x.shape[-2:], IMAGE_FACTOR, TARGET_PIXELS, TARGET_PIXELS)
     except ValueError:
         raise InputError(
-            f"`images` must have sides of at most 200 to 1; got {x.shape[-1]} x {x.shape[-2]} pixels"
+            f"`images` must have an aspect ratio of at most 200 to 1; got {x.shape[-1]} x {x.shape[-2]} pixels"
         ) from None
     x = normalize_images(resize_like_pillow(x, size))[0]
     rows = x.shape[-2] // IMAGE_FACTOR
     columns = x.shape[-1] // IMAGE_FACTOR
     blocks = x.reshape(3, rows, 2, 14, columns, 2, 14)
-    # new order: block row, block column, row and column in the block, channel, pixel row, pixel column
+    # New order: block row, block column, row and column in the block, channel, pixel row, pixel column.
     blocks = blocks.permute(1, 4, 2, 5, 0, 3, 6)
     # A patch spans two frames of a video; a still image serves as both.
     patches = torch.stack([blocks, blocks], 5).reshape(4 * rows * columns, -1)
@@ -82,14 +82,17 @@ def build_hpsv3_inputs(
     device: torch.device,  # device of all inputs
     dtype: torch.dtype,  # precision of the patches
 ) -> dict[str, Tensor]:  # keyword arguments of the model
-    """Build the model's inputs for one batch.
+    """Build the keyword arguments of Qwen2-VL for one batch of images and prompts.
 
     The patches of all images are concatenated, the chats are padded on the right, and the positions are 0, 1, 2, ... for
     text and image tokens alike.
     """
-    patches, grids = zip(
-        *(patchify_image(images[i : i + 1], device) for i in range(len(prompts))), strict=True
-    )
+    patches = []  # of each image
+    grids = []  # [1, rows, columns] of each image
+    for i in range(len(prompts)):
+        image_patches, grid = patchify_image(images[i : i + 1], device)
+        patches.append(image_patches)
+        grids.append(grid)
     image_id = tokenizer.convert_tokens_to_ids(IMAGE_TOKEN)
     chats = []
     for prompt, grid in zip(prompts, grids, strict=True):
@@ -117,7 +120,7 @@ def build_hpsv3_inputs(
 def build_reward_head(hidden_size: int) -> nn.Sequential:
     """Build HPSv3's head, which maps a state (..., hidden_size) to mu and log sigma (..., 2).
 
-    Its dropout has no effect in inference, but keeps the numbering of the published weights.
+    The dropout layer has no effect in inference; it is there so that the layers have the numbers of the published weights.
     """
     return nn.Sequential(
         nn.Linear(hidden_size, 1024),
@@ -133,7 +136,7 @@ def build_reward_head(hidden_size: int) -> nn.Sequential:
 class HPSv3(ModelScorer):
     """Score images with Qwen2-VL and a head; the score is mu."""
 
-    model: Qwen2VLModel  # reads the chat with the image
+    model: Qwen2VLModel  # encodes the chat with the image
     head: nn.Sequential  # see `build_reward_head`
 
     def __call__(
@@ -141,7 +144,7 @@ class HPSv3(ModelScorer):
         images: Images,  # any number of images, of any sizes
         prompts: Sequence[str],  # one per image
     ) -> Tensor:  # (B,), float32, on the CPU
-        """Score any number of images by mu.
+        """Score any number of images, and return mu of each.
 
         Raises InputError if a prompt contains a special token.
         """
@@ -152,8 +155,7 @@ class HPSv3(ModelScorer):
         special_tokens = [token for token in self.tokenizer.get_added_vocab() if token in prompt]
         if special_tokens:
             raise InputError(
-                f"prompts: {prompt!r} holds {special_tokens[0]}, which is a special token of the model; "
-                "allowed is text without special tokens."
+                f"`prompts` must not contain special tokens of the model; {prompt!r} contains {special_tokens[0]}"
             )
 
     def score_distribution(
@@ -189,7 +191,7 @@ class HPSv3(ModelScorer):
         self,
         inputs: dict[str, Tensor],  # see `build_hpsv3_inputs`
     ) -> Tensor:  # (b, 2), mu and log sigma
-        """Run the model, and apply the head to the state of the scored token of each chat."""
+        """Run the model, and apply the head to the state of the scored token of each chat; return mu and log sigma."""
         state = self.model(**inputs, use_cache=False).last_hidden_state
         reward_id = self.tokenizer.convert_tokens_to_ids(REWARD_TOKEN)
         return self.head(state[inputs["input_ids"] == reward_id].float())
@@ -200,7 +202,7 @@ def read_hpsv3_weights(
     device: torch.device,  # device onto which the weights are read
     dtype: torch.dtype,  # precision of all weights but the head's, which stay in float32
 ) -> dict[str, Tensor]:  # keyed by model.* with transformers' names, and by rm_head.*
-    """Read the weights of model and head tensor by tensor onto the device, renamed for transformers.
+    """Read the weights of model and head onto the device, tensor by tensor, and return them under transformers' names.
 
     Raises InputError if the file is damaged.
     """
@@ -217,7 +219,7 @@ def read_hpsv3_weights(
                 state[name] = weights.get_tensor(key).to(tensor_dtype)
     except (SafetensorError, OSError) as error:
         raise InputError(
-            f"weights: {file} is damaged ({error}); allowed is the file of the hub's {_HPSV3_ID}."
+            f"`weights` must be the file of the hub's {_HPSV3_ID}; {file} is damaged ({error})"
         ) from None
     return state
 
@@ -235,7 +237,7 @@ def load_hpsv3(
     """
     scorer_device, scorer_dtype = resolve_device(device, dtype, batch_size, large=True)
 
-    # All small files are checked before 16 GB are read.
+    # Check all small files before reading 16 GB.
     file = locate_hub_file("weights", weights, "HPSv3.safetensors", _HPSV3_ID)
     for name in ("config.json", "tokenizer_config.json"):
         locate_hub_file("base", base, name, _HPSV3_BASE_ID)
@@ -247,8 +249,8 @@ def load_hpsv3(
     rows = state.get("model.language_model.embed_tokens.weight", torch.zeros(0)).shape[0]
     if rows != len(tokenizer):
         raise InputError(
-            f"base: its tokenizer has {len(tokenizer)} tokens with {REWARD_TOKEN}, HPSv3.safetensors has "
-            f"{rows}; allowed is the base model it was trained from, {_HPSV3_BASE_ID}."
+            f"`base` must be the model from which HPSv3 was trained, {_HPSV3_BASE_ID}; its tokenizer has "
+            f"{len(tokenizer)} tokens with {REWARD_TOKEN}, but HPSv3.safetensors has {rows}"
         )
 
     # The models are built without allocating memory; `assign` below makes the file's tensors their weights.
@@ -263,9 +265,9 @@ def load_hpsv3(
         model_and_head.load_state_dict(state, assign=True)
     except RuntimeError as error:
         raise InputError(
-            f"weights: HPSv3.safetensors does not fit the base model's config.json "
-            f"({str(error).splitlines()[1].strip()[:200]}); allowed are the file of the hub's "
-            f"{_HPSV3_ID} and the configuration of {_HPSV3_BASE_ID}."
+            f"`weights` and `base` must fit each other, as the hub's {_HPSV3_ID} and {_HPSV3_BASE_ID} do; "
+            "HPSv3.safetensors does not fit the config.json of the base model "
+            f"({str(error).splitlines()[1].strip()[:200]})"
         ) from None
     model_and_head.requires_grad_(False)
     return HPSv3(

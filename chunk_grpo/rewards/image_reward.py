@@ -41,8 +41,8 @@ KEY_REPLACEMENTS = (
 
 def read_imagereward_weights(
     pt: Path,  # the published ImageReward.pt
-) -> dict[str, dict[str, Tensor]]:  # keyed by model: vision, text, mlp; then by transformers' name
-    """Read ImageReward.pt as float32, rename its weights for transformers, and sort them by model.
+) -> dict[str, dict[str, Tensor]]:  # keyed by part (vision, text, mlp), then by transformers' name
+    """Read ImageReward.pt as float32, rename its weights for transformers, and group them by part of the model.
 
     Raises InputError if the file is damaged, contains code, or is not an ImageReward.
     """
@@ -51,8 +51,8 @@ def read_imagereward_weights(
     except Exception as error:  # reading a damaged pickle can raise anything
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise InputError(
-            f"weights: {pt} cannot be loaded, because it is damaged or contains code ({reason}); allowed is a file "
-            "of tensors only, as the hub's THUDM/ImageReward has it."
+            "`weights` must be a file of tensors only, as in the hub's THUDM/ImageReward; "
+            f"{pt} cannot be loaded, because it is damaged or contains code ({reason})"
         ) from None
     prefixes = {
         "vision": "blip.visual_encoder.",
@@ -77,21 +77,21 @@ def read_imagereward_weights(
             break
     if not weights["vision"] or not weights["mlp"]:
         raise InputError(
-            f"weights: {pt} does not hold an ImageReward model; allowed is the file of the hub's THUDM/ImageReward."
+            "`weights` must be an ImageReward model, as in the hub's THUDM/ImageReward; "
+            f"{pt} does not contain one"
         )
     return weights
 
 # %% ../../nbs/04_rewards/04_image_reward.ipynb #5e1e09eb
 def build_imagereward(
-    parts: dict[str, dict[str, Tensor]],  # weights, keyed by model, see `read_imagereward_weights`
+    weights: dict[str, dict[str, Tensor]],  # as returned by `read_imagereward_weights`
     config: dict,  # content of med_config.json
-    # returns BlipVisionModel, BlipTextModel and Sequential; transformers' types lack the usual `to`
-) -> tuple[Any, Any, Any]:
-    """Build the vision model, the text model and the head, and load their weights.
+) -> tuple[Any, Any, Any]:  # BlipVisionModel, BlipTextModel, Sequential
+    """Build the vision model, the text model and the head, load their weights, and return the three.
 
     Raises InputError if the weights do not fit the configuration.
     """
-    vision_weights = parts["vision"]
+    vision_weights = weights["vision"]
     width, _, patch_size, _ = vision_weights["embeddings.patch_embedding.weight"].shape
     vision = _build_vision_model(vision_weights, width, patch_size)
     names = (
@@ -110,29 +110,32 @@ def build_imagereward(
         **{name: config[name] for name in names}, encoder_hidden_size=width, is_decoder=True
     )
     head = nn.Sequential()
-    for number in sorted({int(key.split(".")[0]) for key in parts["mlp"]}):
-        out_features, in_features = parts["mlp"][f"{number}.weight"].shape
+    for number in sorted({int(key.split(".")[0]) for key in weights["mlp"]}):
+        out_features, in_features = weights["mlp"][f"{number}.weight"].shape
         head.add_module(str(number), nn.Linear(in_features, out_features))
-    models = vision, BlipTextModel(text_config, add_pooling_layer=False), head
-    for model, (name, weights) in zip(models, parts.items(), strict=True):
+    text = BlipTextModel(text_config, add_pooling_layer=False)
+    models = {"vision": vision, "text": text, "mlp": head}
+    for name, model in models.items():
         try:
-            model.load_state_dict(weights)
+            model.load_state_dict(weights[name])
         except RuntimeError as error:
             raise InputError(
-                f"weights: ImageReward.pt does not fit med_config.json in its part {name} "
-                f"({str(error).splitlines()[1].strip()[:200]}); allowed are the two files of the hub's "
-                f"{_IMAGEREWARD_ID}."
+                "`weights` must contain an ImageReward.pt and a med_config.json that fit each other, as the hub's "
+                f"{_IMAGEREWARD_ID} does; the part {name} does not fit "
+                f"({str(error).splitlines()[1].strip()[:200]})"
             ) from None
-    return models
+    return vision, text, head
 
 
 def _build_vision_model(
     weights: dict[str, Tensor],  # of the vision model, keyed by transformers' names
-    width: int,  # of its states
+    width: int,  # width of the model's states
     patch_size: int,  # side of a patch, pixels
 ) -> BlipVisionModel:
-    """Build a vision model whose sizes follow from the shapes of `weights`, without loading them."""
-    positions = weights["embeddings.position_embedding"].shape[1] - 1  # without the class token
+    """Build a vision model whose sizes follow from the shapes of `weights`; the weights are not loaded."""
+    positions = (
+        weights["embeddings.position_embedding"].shape[1] - 1
+    )  # number of patches, without the class token
     layers = {key.split(".")[2] for key in weights if key.startswith("encoder.layers.")}
     config = BlipVisionConfig(
         hidden_size=width,
@@ -152,7 +155,7 @@ class ImageReward(ModelScorer):
     """Score images with BLIP and a head, on ImageReward's raw scale."""
 
     vision: BlipVisionModel  # encodes the image
-    text: BlipTextModel  # reads the prompt, with cross-attention to the image
+    text: BlipTextModel  # encodes the prompt, with cross-attention to the image
     head: nn.Sequential  # maps the state of the first token to a number, in float32
     transform: ImageTransform  # resize, crop and normalisation of the images
 
@@ -203,5 +206,5 @@ def load_imagereward(
         vision=vision.to(scorer_dtype),
         text=text.to(scorer_dtype),
         head=head,  # stays in float32
-        transform=ImageTransform(side, side, even=True),
+        transform=ImageTransform(side, side, round_offset_to_even=True),
     )

@@ -20,8 +20,8 @@ import torch.nn.functional as F
 from .. import InputError
 
 Images = Tensor | Sequence[Image.Image]  # (B, 3, H, W), uint8 or floats in [0, 1]; or PIL
-OPENAI_CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)  # of CLIP's training images, by channel
-OPENAI_CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
+OPENAI_CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)  # of CLIP's training images, per channel
+OPENAI_CLIP_STD = (0.26862954, 0.26130258, 0.27577711)  # of CLIP's training images, per channel
 IMAGE_STATISTICS = ("saturation", "high_frequency", "grid")  # columns of `image_statistics`
 
 # %% ../../nbs/04_rewards/01_images.ipynb #aaa7b83e
@@ -45,8 +45,8 @@ def images_to_tensor(
     sizes = sorted({image.size for image in images})
     if len(sizes) > 1:
         raise InputError(
-            f"`images` must all have one size; got {len(images)} images of {len(sizes)} sizes ({sizes[0]}, {sizes[1]}, ...): "
-            "resize them first, or pass one image at a time"
+            f"`images` must all have one size; got {len(images)} images of {len(sizes)} sizes ({sizes[0]}, "
+            f"{sizes[1]}, ...): resize them first, or pass one image at a time"
         )
     arrays = np.stack([np.asarray(image.convert("RGB")) for image in images])
     return torch.from_numpy(arrays).to(device).permute(0, 3, 1, 2).float() / 255
@@ -97,9 +97,9 @@ def resize_like_pillow(
     x: Tensor,  # (B, 3, H, W), in [0, 1]
     size: tuple[int, int],  # height and width after the resize
 ) -> Tensor:  # (B, 3, height, width), on the device of `x`
-    """Resize with Pillow's antialiased bicubic kernel, along the rows and then along the columns.
+    """Resize images with Pillow's antialiased bicubic kernel, along the rows and then along the columns.
 
-    After each pass the values are rounded to 256 grey levels.
+    The values are rounded to 256 grey levels before the first pass and after each pass.
     """
     height, width = size
     pixels = (x.clamp(0, 1) * 255).round().byte().permute(0, 2, 3, 1).cpu().numpy()
@@ -115,8 +115,8 @@ def resize_like_pillow(
 # %% ../../nbs/04_rewards/01_images.ipynb #71dee022
 def normalize_images(
     x: Tensor,  # (B, 3, H, W) in [0, 1]
-    mean: Sequence[float] = OPENAI_CLIP_MEAN,  # by channel
-    std: Sequence[float] = OPENAI_CLIP_STD,  # by channel
+    mean: Sequence[float] = OPENAI_CLIP_MEAN,  # per channel
+    std: Sequence[float] = OPENAI_CLIP_STD,  # per channel
 ) -> Tensor:  # (B, 3, H, W)
     """Subtract the mean of each channel and divide by its standard deviation."""
     return (x - x.new_tensor(mean)[:, None, None]) / x.new_tensor(std)[:, None, None]
@@ -128,21 +128,22 @@ class ImageTransform:
 
     shortest_edge: int = 224  # the shorter side after the resize, pixels
     crop_size: int = 224  # side of the middle square, pixels
-    mean: tuple[float, float, float] = OPENAI_CLIP_MEAN  # by channel
-    std: tuple[float, float, float] = OPENAI_CLIP_STD  # by channel
-    # How the crop's offset is rounded if it is not whole: to the nearest even number (torchvision), else down (transformers).
-    even: bool = False
-    # Show the whole image: fit its longer side to `crop_size`, and fill the rest of the square with black.
-    whole: bool = False
+    mean: tuple[float, float, float] = OPENAI_CLIP_MEAN  # per channel
+    std: tuple[float, float, float] = OPENAI_CLIP_STD  # per channel
+    # If the offset of the middle square is not whole: round it to the nearest even number (torchvision) instead of down
+    # (transformers).
+    round_offset_to_even: bool = False
+    # Instead of cropping, fit the longer side to `crop_size` and fill the rest of the square with black.
+    pad_to_square: bool = False
 
 
-def _fit_whole(
+def _pad_to_square(
     x: Tensor,  # (B, 3, H, W), in [0, 1]
     side: int,  # side of the square, pixels
 ) -> Tensor:  # (B, 3, side, side)
-    """Resize the longer side to `side` and centre the image on black, as HPSv2 does.
+    """Resize the longer side to `side` and centre the image on a black square, as HPSv2 does.
 
-    It resizes floats, without rounding to grey levels.
+    The resize keeps floats and does not round them to grey levels.
     """
     height, width = x.shape[-2:]
     if max(height, width) != side:
@@ -156,24 +157,26 @@ def _fit_whole(
 
 def transform_images(
     images: Images,  # a batch in any of the three forms; PIL images may differ in size
-    transform: ImageTransform,  # what the model expects
+    transform: ImageTransform,  # the preparation that the model expects
     device: str | torch.device = "cpu",  # device of the result
 ) -> Tensor:  # (B, 3, crop_size, crop_size), float32
-    """Resize, crop and normalise images for a CLIP-like model."""
+    """Resize, crop or pad, and normalise images for a CLIP-like model."""
     crop, edge = transform.crop_size, transform.shortest_edge
     # PIL images may differ in size, so each is a batch of one.
     batches = [images] if isinstance(images, Tensor) else [[image] for image in images]
     transformed = []
     for batch in batches:
         x = images_to_tensor(batch, device)
-        if transform.whole:
-            transformed.append(normalize_images(_fit_whole(x, crop), transform.mean, transform.std))
+        if transform.pad_to_square:
+            transformed.append(
+                normalize_images(_pad_to_square(x, crop), transform.mean, transform.std)
+            )
             continue
         height, width = x.shape[-2:]
         longer = int(edge * max(height, width) / min(height, width))
         size = (edge, longer) if height <= width else (longer, edge)
         x = resize_like_pillow(x, size)
-        if transform.even:
+        if transform.round_offset_to_even:
             top, left = (round((n - crop) / 2) for n in x.shape[-2:])
         else:
             top, left = ((n - crop) // 2 for n in x.shape[-2:])
@@ -185,7 +188,7 @@ def transform_images(
 def fine_detail(
     image: Tensor,  # (3, H, W)
 ) -> Tensor:  # (H, W)
-    """Return the brightness of each pixel minus the mean of its four neighbours."""
+    """Return the brightness of each pixel minus the mean brightness of its four neighbours."""
     brightness = image.float().mean(0)
     padded = F.pad(brightness[None, None], (1, 1, 1, 1), mode="replicate")[0, 0]
     above, below = padded[:-2, 1:-1], padded[2:, 1:-1]
@@ -195,7 +198,7 @@ def fine_detail(
 # %% ../../nbs/04_rewards/01_images.ipynb #3542703f
 def image_statistics(
     images: Tensor,  # (B, 3, H, W) in [0, 1], on the CPU; H and W are multiples of the period
-    period: int,  # period of the grid: the side of a patch, in pixels
+    period: int,  # period of the grid in pixels; the side of a patch
 ) -> Tensor:  # (B, 3), in the order of IMAGE_STATISTICS
     """Measure the saturation, fine detail and grid strength of each image.
 

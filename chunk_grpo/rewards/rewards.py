@@ -23,18 +23,18 @@ from ..core.settings import REWARD_LOADERS
 from ..core.imports import import_callable
 
 # %% ../../nbs/04_rewards/00_rewards.ipynb #33b1de4f
-# names of the parameters by which a reward asks for more than images and prompts
+# names of the parameters with which a reward requests more than images and prompts
 EXTRA_INPUTS = ("records", "groups")
 
 
 def extra_inputs(reward: Callable) -> tuple[str, ...]:
-    """Return which of `EXTRA_INPUTS` a reward declares as parameters.
+    """Return the names in `EXTRA_INPUTS` that a reward declares as parameters, in that order.
 
-    A reward in another process names them in its attribute `extra_inputs`.
+    A reward in another process lists them in its attribute `extra_inputs` instead.
     """
-    named = getattr(reward, "extra_inputs", None)
-    if named is not None:
-        return tuple(named)
+    listed = getattr(reward, "extra_inputs", None)
+    if listed is not None:
+        return tuple(listed)
     try:
         parameters = inspect.signature(reward).parameters
     except (TypeError, ValueError):  # a built-in has no signature
@@ -55,15 +55,23 @@ def _check_reward_call(
     name: str,  # the reward's name, for the error message
     reward: Callable,  # returned by a class or a loader
 ) -> None:
-    """Raise InputError unless a reward can be called with images, prompts and the `EXTRA_INPUTS` that it declares."""
+    """Raise InputError unless a reward can be called with images, prompts and its `extra_inputs`.
+
+    Also raises InputError if the attribute `extra_inputs` of the reward lists a name that is not in `EXTRA_INPUTS`.
+    """
+    unknown = [key for key in extra_inputs(reward) if key not in EXTRA_INPUTS]
+    if unknown:
+        raise InputError(
+            f"reward: `extra_inputs` of {name} must list only {' and '.join(EXTRA_INPUTS)}; got {unknown[0]!r}"
+        )
     try:
         inspect.signature(reward).bind(None, None, **dict.fromkeys(extra_inputs(reward)))
     except ValueError:  # a built-in has no signature
         return
     except TypeError as error:
         raise InputError(
-            f"reward: {name} makes a {type(reward).__name__} that cannot be called with images and prompts "
-            f"({error}); besides them it may take {' and '.join(EXTRA_INPUTS)}."
+            f"reward: {name} returned a {type(reward).__name__} that cannot be called with images and prompts "
+            f"({error}); the only further inputs are {' and '.join(EXTRA_INPUTS)}."
         ) from None
 
 # %% ../../nbs/04_rewards/00_rewards.ipynb #4ae9e0da
@@ -71,60 +79,65 @@ def _check_reward_options(
     name: str,  # the reward's name, for the error message
     target: Callable,  # the loader, class or function
     options: Mapping[str, Any],  # keyword arguments for `target`
-    positional_count: int,  # positional arguments before the options: 0 for a loader or class, 2 for a reward
+    is_reward: bool,  # True if `target` is the reward itself; False for a loader or class, which returns it
 ) -> None:
-    """Raise InputError unless `target` accepts the options and no required argument is missing."""
+    """Raise InputError if `target` does not accept an option, or lacks a required argument."""
     try:
         signature = inspect.signature(target)
     except ValueError:  # a built-in has no signature
         return
-    # A function is called with the inputs that it declares, unless an option has the same name.
-    inputs = extra_inputs(target) if positional_count else ()
+    # A reward is called with images, prompts and the inputs that it declares; a loader with the options only.
+    positional = ("images", "prompts") if is_reward else ()
+    inputs = extra_inputs(target) if is_reward else ()
+    # An option takes precedence over an input of the same name.
+    keywords = dict.fromkeys(inputs) | dict(options)
     try:
-        signature.bind(*[None] * positional_count, **dict.fromkeys(inputs) | dict(options))
+        signature.bind(*positional, **keywords)
     except TypeError as error:
         allowed = [
             str(p)
             for p in signature.parameters.values()
             if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.name not in inputs
         ]
-        if positional_count:
+        if is_reward:
             attempt = f"called with {', '.join(['images', 'prompts', *inputs])} and {dict(options)}"
         else:
             attempt = f"loaded with the options {options}"
         raise InputError(
             f"reward: {name} cannot be {attempt} ({error}); allowed are "
-            f"{', '.join(allowed[positional_count:]) or 'none'}."
+            f"{', '.join(allowed[len(positional) :]) or 'none'}."
         ) from None
 
 
 def load_reward_with_options(
     name: str,  # a name of `REWARD_LOADERS`, or "package.module:function"
-    here: bool,  # whether it may be imported from the working folder, see `import_callable`
+    allow_working_folder: bool,  # True if it may be imported from the working folder
     options: Mapping[str, Any],  # keyword arguments for the loader, the class or the function
 ) -> Callable:  # (images, prompts) -> scores
-    """Load a reward by its name, with its options passed as a mapping.
+    """Load a reward by its name; like `load_reward`, but the options are one mapping.
 
-    Raises InputError in the same cases as `load_reward`.
+    An option may therefore have any name, even `name`. Raises InputError in the same cases as `load_reward`.
     """
     is_shipped = name in REWARD_LOADERS
     if not is_shipped and ":" not in name:
         raise InputError(
-            f"reward: {name!r} is not known; allowed are {', '.join(REWARD_LOADERS)}, or "
-            "package.module:function."
+            f"`reward` must be one of {', '.join(REWARD_LOADERS)}, or package.module:function; "
+            f"got {name!r}"
         )
-    target: Any = import_callable(REWARD_LOADERS.get(name, name), here=here or is_shipped)
+    target: Any = import_callable(
+        REWARD_LOADERS.get(name, name), here=allow_working_folder or is_shipped
+    )
 
     # A loader or a class returns the reward when called; a function is the reward itself.
     is_factory = is_shipped or inspect.isclass(target)
-    _check_reward_options(name, target, options, positional_count=0 if is_factory else 2)
+    _check_reward_options(name, target, options, is_reward=not is_factory)
     if not is_factory:
         return functools.partial(target, **options) if options else target
     reward = target(**options)
     if not callable(reward):
         raise InputError(
-            f"reward: {name} creates a {type(reward).__name__}, which cannot be called; allowed is a "
-            "class with __call__(images, prompts)."
+            f"reward: {name} must return an object with __call__(images, prompts); it returned a "
+            f"{type(reward).__name__}, which cannot be called."
         )
     _check_reward_call(name, reward)
     return reward
@@ -132,55 +145,61 @@ def load_reward_with_options(
 
 def load_reward(
     name: str,  # a name of `REWARD_LOADERS`, or "package.module:function"
-    here: bool = True,  # whether it may be imported from the working folder, see `import_callable`
+    allow_working_folder: bool = True,  # True if it may be imported from the working folder
     **options: Any,  # keyword arguments for the loader, the class or the function
 ) -> Callable:  # (images, prompts) -> scores
-    """Load a reward by its name.
+    """Load a reward by its name, and return it as a function of images and prompts.
 
     Raises InputError if no reward has that name, if the reward does not accept an option, or if it cannot be called with
     images and prompts.
     """
-    return load_reward_with_options(name, here, options)
+    return load_reward_with_options(name, allow_working_folder, options)
 
 # %% ../../nbs/04_rewards/00_rewards.ipynb #ab19cbf1
 def batch_slices(
-    count: int,  # number of images
-    size: int,  # images per batch, at most
+    image_count: int,  # number of images
+    batch_size: int,  # largest number of images per batch
     groups: Sequence[int] | None = None,  # group of each image; None: any image may start a batch
-    # size of each image in pixels, if the sizes differ; None: they are equal
-    sizes: Sequence[int | tuple[int, int]] | None = None,
+    # pixels of each image, if the sizes differ; images of one size are adjacent; None: all sizes are equal
+    image_sizes: Sequence[int | tuple[int, int]] | None = None,
 ) -> list[slice]:
-    """Split a sequence of images into batches of at most `size` images, each with images of one pixel size.
+    """Return the slices that split a sequence of images into batches of at most `batch_size` images of one pixel size.
 
-    With `groups`, a batch holds whole groups, and a group with more than `size` images is a batch of its own. Raises
-    InputError if the images of a group are not adjacent.
+    With `groups`, a batch holds whole groups, and a group with more than `batch_size` images is a batch of its own.
+    Raises InputError if the images of a group are not adjacent.
     """
-    if sizes is not None:
+    if image_sizes is not None:
         slices = []
         low = 0
-        for high in range(1, count + 1):
-            if high < count and sizes[high] == sizes[low]:
+        for high in range(1, image_count + 1):
+            if high < image_count and image_sizes[high] == image_sizes[low]:
                 continue
             groups_of_size = None if groups is None else groups[low:high]
-            for batch in batch_slices(high - low, size, groups_of_size):
+            for batch in batch_slices(high - low, batch_size, groups_of_size):
                 slices.append(slice(low + batch.start, low + batch.stop))
             low = high
         return slices
     if groups is None:
-        return [slice(low, min(low + size, count)) for low in range(0, count, size)]
-    ends = [i for i in range(1, count + 1) if i == count or groups[i] != groups[i - 1]]
+        return [
+            slice(low, min(low + batch_size, image_count))
+            for low in range(0, image_count, batch_size)
+        ]
+    # Index of the image after the last image of each group.
+    ends = [i for i in range(1, image_count + 1) if i == image_count or groups[i] != groups[i - 1]]
     if len(ends) != len(set(groups)):
-        raise InputError("`groups` must list the images of a group side by side; some stand apart")
+        raise InputError(
+            f"`groups` must list the images of a group next to each other; got {list(groups)}"
+        )
     slices = []
     low = 0
     previous = 0  # end of the last group that fits into the batch
     for end in ends:
-        if end - low > size and previous > low:
+        if end - low > batch_size and previous > low:
             slices.append(slice(low, previous))
             low = previous
         previous = end
-    if count:
-        slices.append(slice(low, count))
+    if image_count:
+        slices.append(slice(low, image_count))
     return slices
 
 # %% ../../nbs/04_rewards/00_rewards.ipynb #569328d4
@@ -190,18 +209,18 @@ def score_images(
     reward: Callable,  # (images, prompts) -> scores
     images: Tensor | Sequence[Image.Image],  # (B, 3, H, W) in [0, 1], or PIL images
     prompts: list[str],  # one per image
-    batch: int = 64,  # images per call of the reward
+    batch: int = 64,  # largest number of images per call of the reward
     records: Sequence[Mapping] | None = None,  # one per image; None: {"prompt": text}
     groups: Sequence[int] | None = None,  # group of each image, for a reward that declares `groups`
 ) -> Tensor:  # (B,) float32, raw
-    """Score all images in batches and check the scores.
+    """Score all images in batches, check the scores, and return them.
 
-    Raises InputError if the reward returns the wrong number of scores or a value that is not a finite number, or if it
-    declares `groups` but `groups` is None.
+    Raises InputError if the number of prompts is wrong, if the reward does not return one finite number per image, or if
+    it declares `groups` but `groups` is None.
     """
     if len(images) != len(prompts):
         raise InputError(
-            f"reward: got {len(images)} images and {len(prompts)} prompts; allowed is one prompt per image."
+            f"`prompts` must be one per image; got {len(prompts)} for {len(images)} images"
         )
     inputs = _select_inputs(name, reward, prompts, records, groups)
     batches = []
@@ -222,20 +241,20 @@ def score_images(
             close = getattr(returned, "close", lambda: None)
             close()
             raise InputError(
-                f"reward: {name} returned a {type(returned).__name__} that cannot be read as "
-                f"numbers ({str(error)[:80]}); allowed is one number per image."
+                f"reward: {name} must return one number per image; it returned a "
+                f"{type(returned).__name__}, which cannot be converted to numbers ({str(error)[:80]})."
             ) from None
         if scores.shape != (len(batch_prompts),):
             raise InputError(
                 f"reward: {name} returned scores of shape {tuple(scores.shape)} for "
-                f"{len(batch_prompts)} images; allowed is one score per image, shape "
-                f"({len(batch_prompts)},)."
+                f"{len(batch_prompts)} images; the shape must be ({len(batch_prompts)},), one score per "
+                "image."
             )
         if not torch.isfinite(scores).all():
             bad = int((~torch.isfinite(scores)).nonzero()[0])
             raise InputError(
                 f"reward: {name} returned {scores[bad].item()} for the prompt {batch_prompts[bad]!r}; "
-                "allowed are finite numbers."
+                "scores must be finite."
             )
         batches.append(scores)
     return torch.cat(batches).clone()
@@ -248,17 +267,24 @@ def _select_inputs(
     records: Sequence[Mapping] | None,  # one per image; None: {"prompt": text}
     groups: Sequence[int] | None,  # group of each image
 ) -> dict[str, Sequence]:  # keyed by parameter name
-    """Return the `EXTRA_INPUTS` that a reward declares; raise InputError if one is missing or not one per image."""
+    """Return the inputs that a reward declares in addition to images and prompts.
+
+    Raises InputError if an input is unknown, is missing, or does not have one value per image.
+    """
     if records is None:
         records = [{"prompt": prompt} for prompt in prompts]
     available = {"records": records, "groups": groups}
     inputs = {}
     for key in extra_inputs(reward):
+        if key not in available:
+            raise InputError(
+                f"reward: {name} takes the unknown input {key!r}; allowed are {' and '.join(EXTRA_INPUTS)}."
+            )
         values = available[key]
         if values is None or len(values) != len(prompts):
             count = "none" if values is None else len(values)
             raise InputError(
-                f"reward: {name} takes `{key}`, one an image; {count} came with {len(prompts)} images."
+                f"reward: {name} needs `{key}`, one value per image; got {count} for {len(prompts)} images."
             )
         inputs[key] = values
     return inputs
@@ -274,19 +300,19 @@ def check_prompts(
 
     A reward may have a method `check_prompt(text)`, or `category(text)` if it sorts prompts as GenEval does, or
     `check_record(record)` if it declares `records`. It rejects a prompt by raising an error in that method. A reward in
-    another process has a method `first_rejected(prompts)`, which makes the same check in that process; it also gets the
-    records if the reward declares them.
+    another process has a method `find_rejected_prompt(prompts)`, which makes the same check in that process; it also gets
+    the records if the reward declares them.
     """
     if records is None:
         records = [{"prompt": prompt} for prompt in prompts]
     for name, reward in rewards.items():
-        remote_check = getattr(reward, "first_rejected", None)
+        remote_check = getattr(reward, "find_rejected_prompt", None)
         if remote_check and "records" in extra_inputs(reward):
             rejected = remote_check(prompts, records)
         elif remote_check:
             rejected = remote_check(prompts)
         else:
-            rejected = _find_first_rejected(reward, prompts, records)
+            rejected = _find_rejected_prompt(reward, prompts, records)
         if rejected:
             index, reason = rejected
             raise InputError(
@@ -295,14 +321,17 @@ def check_prompts(
             )
 
 
-def _find_first_rejected(
+def _find_rejected_prompt(
     reward: Callable,  # may have `check_prompt`, `category` or `check_record`
     prompts: Sequence[str],  # all prompts of a run
     records: Sequence[Mapping],  # one per prompt
 ) -> tuple[int, str] | None:  # index of the prompt, and the reason
-    """Find the first prompt that a reward rejects; return None if it rejects none."""
-    checked = {"check_prompt": prompts, "category": prompts, "check_record": records}
-    for name, values in checked.items():
+    """Return the index of a prompt that a reward rejects and the reason, or None if it rejects none.
+
+    The reward's methods are called one after another, each with all prompts; the result is the first rejection.
+    """
+    values_by_method = {"check_prompt": prompts, "category": prompts, "check_record": records}
+    for name, values in values_by_method.items():
         check = getattr(reward, name, None)
         for index, value in enumerate(values if check else ()):
             try:
@@ -338,19 +367,19 @@ def _signed_jpeg_sizes(
 def incompressibility(
     quality: int = 95,  # JPEG quality, 1 to 95
 ) -> Callable:  # (images, prompts) -> scores
-    """Return a reward that is the size of an image's JPEG file, in kilobytes (1,000 bytes): large files are good.
+    """Return a reward function that scores each image by the size of its JPEG file, in kilobytes (1,000 bytes).
 
     Raises InputError if the quality is not a whole number from 1 to 95.
     """
     if type(quality) is not int or not 1 <= quality <= 95:
-        raise InputError(f"quality: got {quality!r}, allowed is a whole number from 1 to 95.")
+        raise InputError(f"`quality` must be a whole number from 1 to 95; got {quality!r}")
     return functools.partial(_signed_jpeg_sizes, sign=1, quality=quality)
 
 
 def compressibility(
     quality: int = 95,  # JPEG quality, 1 to 95
 ) -> Callable:  # (images, prompts) -> scores
-    """Return a reward that is the negative of `incompressibility`: small files are good.
+    """Return a reward function that scores each image by minus the size of its JPEG file, in kilobytes (1,000 bytes).
 
     Raises InputError if the quality is not a whole number from 1 to 95.
     """
@@ -372,13 +401,16 @@ class StreamingScores:
         executor: ThreadPoolExecutor,  # with one thread, see `scoring_thread`
         scorers: Mapping[str, Callable],  # rewards, keyed by name
         prompts: Sequence[str],  # one for each image that will arrive
-        batch: int = 64,  # images per call of a reward, at most
+        batch: int = 64,  # largest number of images per call of a reward
         records: Sequence[Mapping] | None = None,  # one per image; None: {"prompt": text}
         groups: Sequence[int] | None = None,  # group of each image, for rewards that declare it
-        # pixels of each image, images of one size being adjacent; None: all sizes are equal
+        # pixels of each image, if the sizes differ; images of one size are adjacent; None: all sizes are equal
         sizes: Sequence[int | tuple[int, int]] | None = None,
     ) -> None:
-        """Plan the batches of `len(prompts)` images for each reward, before any image has arrived."""
+        """Plan the batches of `len(prompts)` images for each reward, before any image is added.
+
+        Raises InputError if a reward declares `groups` but `groups` is None.
+        """
         self.executor = executor
         self.scorers = dict(scorers)
         self.prompts = list(prompts)
@@ -386,9 +418,8 @@ class StreamingScores:
         self.records = records
         self.groups = groups
         self.waiting = torch.empty(0)  # images that some reward still needs
-        self.dropped = (
-            0  # number of images before those in `waiting`, which no reward needs any more
-        )
+        # Number of images that every reward has received, and that `waiting` no longer holds.
+        self.dropped = 0
         # batches of each reward that have not been submitted yet, in order
         self.pending: dict[str, list[slice]] = {}
         for name, reward in self.scorers.items():
@@ -403,11 +434,11 @@ class StreamingScores:
         for name, pending in self.pending.items():
             while pending and pending[0].stop <= arrived:
                 self._submit(name, pending.pop(0))
-        needed = min(
-            [pending[0].start for pending in self.pending.values() if pending] or [arrived]
-        )
-        self.waiting = self.waiting[needed - self.dropped :]
-        self.dropped = needed
+        # Images before the first one that a pending batch needs are dropped.
+        starts = [pending[0].start for pending in self.pending.values() if pending]
+        first_needed = min(starts, default=arrived)
+        self.waiting = self.waiting[first_needed - self.dropped :]
+        self.dropped = first_needed
 
     def _submit(
         self,
@@ -415,12 +446,13 @@ class StreamingScores:
         batch: slice,  # positions in the list of all images; these images have arrived
     ) -> None:
         """Submit one batch of one reward to the executor."""
+        images = self.waiting[batch.start - self.dropped : batch.stop - self.dropped]
         future = self.executor.submit(
             score_images,
-            name,
-            self.scorers[name],
-            self.waiting[batch.start - self.dropped : batch.stop - self.dropped],
-            self.prompts[batch],
+            name=name,
+            reward=self.scorers[name],
+            images=images,
+            prompts=self.prompts[batch],
             batch=batch.stop - batch.start,
             records=None if self.records is None else self.records[batch],
             groups=None if self.groups is None else self.groups[batch],
@@ -428,9 +460,9 @@ class StreamingScores:
         self.futures[name].append(future)
 
     def scores(self) -> dict[str, Tensor]:  # raw scores (B,), keyed by reward
-        """Wait until all images are scored and return the scores; raise the error if scoring failed.
+        """Wait until all images are scored, and return the scores.
 
-        All images must have been added.
+        All images must have been added. If scoring a batch failed, its error is raised here.
         """
         assert not any(self.pending.values()), "images are missing"
         scores = {}

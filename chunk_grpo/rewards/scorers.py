@@ -27,7 +27,7 @@ def locate_hub_file(
     option: str,  # the option's name, for the error message
     source: str | Path,  # a folder or hub id
     file: str,  # name of the file
-    default: str,  # a hub id that has the file, for the error message
+    default: str,  # a hub id whose repository has the file, for the error message
 ) -> Path:  # path of the file on this machine
     """Find a file in a folder or on the hub, download it if needed, and return its path.
 
@@ -37,29 +37,32 @@ def locate_hub_file(
         return Path(source) / file
     if Path(source).is_dir():
         raise InputError(
-            f"{option}: the folder {source} has no {file}; allowed is a folder with that file, as the "
-            f"hub's {default} has it."
+            f"`{option}` must be a folder that contains {file}, as in the hub's {default}; got {source}, which "
+            "does not contain it"
         )
     try:
         return Path(hf_hub_download(str(source), file))
     except (OSError, ValueError):  # all errors of the hub are one of these
         raise InputError(
-            f"{option}: {str(source)!r} is not a folder, and {file} of that hub id is neither in the "
-            "hub's cache nor can it be downloaded (are you offline?); allowed is a folder or a hub id "
-            f"such as {default!r}."
+            f"`{option}` must be a folder or a hub id such as {default!r}; got {str(source)!r}, which is not a "
+            f"folder, and {file} of that hub id is neither in the hub's cache nor can it be downloaded (are you "
+            "offline?)"
         ) from None
 
 
 def load_tokenizer(
     option: str,  # the option's name, for the error message
     source: str,  # a folder or hub id
-    default: str,  # a hub id that has a tokenizer, for the error message
+    default: str,  # a hub id whose repository has a tokenizer, for the error message
 ) -> PreTrainedTokenizerBase:
-    """Load a tokenizer from a folder or the hub; raise InputError if its files are missing."""
+    """Load a tokenizer from a folder or the hub, and return it.
+
+    Raises InputError if its files are missing.
+    """
     try:
         return AutoTokenizer.from_pretrained(source)
     except (OSError, ValueError):
-        # This raises a clear error if a file is missing; any other error is raised unchanged.
+        # This raises a clear error if the file is missing; any other error is raised unchanged.
         locate_hub_file(option, source, "tokenizer.json", default)
         raise
 
@@ -68,24 +71,26 @@ def resolve_device(
     device: str,  # auto, cpu, cuda or cuda:0 ...
     dtype: str,  # auto or a name of `_SCORER_DTYPES`
     batch_size: int,  # images per forward pass, at least 1
-    large: bool = False,  # whether dtype auto means bfloat16 on a GPU; otherwise it means float32
+    large: bool = False,  # True for a large model: `dtype` auto is bfloat16 on a GPU instead of float32
 ) -> tuple[torch.device, torch.dtype]:
-    """Check the options of a scorer and return its device and precision.
+    """Check the options of a scorer, and return its device and precision.
 
-    Also turns TF32 off, so that float32 products have full precision. Raises InputError if this machine does not have
-    the device, if the precision is unknown, or if the batch size is below 1.
+    Also turns TF32 off in this process, so that float32 products have full precision. Raises InputError if this
+    machine does not have the device, if the precision is unknown, or if the batch size is below 1.
     """
     use_full_float32()
     if type(batch_size) is not int or batch_size < 1:
-        raise InputError(f"batch_size: got {batch_size!r}, allowed is a whole number from 1.")
+        raise InputError(f"`batch_size` must be a whole number of at least 1; got {batch_size!r}")
     if dtype != "auto" and dtype not in _SCORER_DTYPES:
-        raise InputError(f"dtype: got {dtype!r}, allowed are auto, {', '.join(_SCORER_DTYPES)}.")
+        raise InputError(f"`dtype` must be one of auto, {', '.join(_SCORER_DTYPES)}; got {dtype!r}")
     available = ["cpu"]
     if torch.cuda.is_available():
         available.append("cuda")
     available += [f"cuda:{i}" for i in range(torch.cuda.device_count())]
     if device not in ("auto", *available):
-        raise InputError(f"device: got {device!r}, allowed here are auto, {', '.join(available)}.")
+        raise InputError(
+            f"`device` must be one of auto, {', '.join(available)} on this machine; got {device!r}"
+        )
     # Without its number, `cuda` may mean GPU 0 to a library, whichever process it runs in.
     if device in ("auto", "cuda"):
         device = f"cuda:{torch.cuda.current_device()}" if "cuda" in available else "cpu"
@@ -96,7 +101,7 @@ def resolve_device(
 # %% ../../nbs/04_rewards/02_scorers.ipynb #4e7c570e
 @dataclass(frozen=True)
 class ModelScorer:
-    """Wrap a published model as a reward, a function (images, prompts) -> scores; base class of the scorers."""
+    """Base class that turns a published model into a reward, a function (images, prompts) -> scores."""
 
     tokenizer: Any  # a PreTrainedTokenizerBase; its type lacks methods that its subclasses have
     device: torch.device  # device of the model
@@ -108,7 +113,7 @@ class ModelScorer:
         images: Images,  # one batch of b images
         prompts: list[str],  # one per image
     ) -> Tensor:  # (b, ...)
-        """Score one batch; every subclass implements this."""
+        """Score one batch and return its scores; every subclass implements this."""
         raise NotImplementedError
 
     @torch.inference_mode()
@@ -117,7 +122,7 @@ class ModelScorer:
         images: Images,  # any number of images
         prompts: Sequence[str],  # one per image
     ) -> Tensor:  # (B, ...), float32, on the CPU
-        """Score any number of images, `batch_size` at a time.
+        """Score any number of images, `batch_size` at a time, and return the scores.
 
         Raises InputError if `prompts` is not a list of strings, or does not have one prompt per image.
         """
