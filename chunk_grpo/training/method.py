@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['Method', 'make_options', 'group_shares_state', 'list_completions', 'ratio_metrics', 'mean_iteration_counts',
-           'check_settings_of_method', 'check_sampled_steps']
+           'check_settings_of_method', 'iterations_to_check', 'check_sampled_steps']
 
 # %% ../../nbs/07_training/05_method.ipynb #ae000005
 import difflib
@@ -662,14 +662,30 @@ def check_settings_of_method(method: "Method") -> None:
         )
 
 
+def iterations_to_check(method: "Method") -> list[int]:
+    """Return the iterations, numbered from 0, whose sampler must be checked before a run.
+
+    The package's `sampler` depends on the iteration only through the window, so the first iteration with each window
+    stands for all others. An overridden `sampler` may return another sampler in any iteration, so all are checked.
+    In both cases only the first 1000 iterations count.
+    """
+    iterations = range(min(method.settings.iterations, 1000))
+    if type(method).sampler is not Method.sampler:
+        return list(iterations)
+    first_with_window: dict[range, int] = {}
+    for iteration in iterations:
+        window = method.window.places(len(method.sigmas) - 2, iteration, method.settings.seed)
+        first_with_window.setdefault(window, iteration)
+    return list(first_with_window.values())
+
+
 def check_sampled_steps(method: "Method") -> None:
     """Raise InputError unless every iteration has trainable steps, with noise where the method takes ratios.
 
-    The chunks and step weights must fit these steps too. At most the first 1000 iterations are checked.
+    The chunks and step weights must fit these steps too. Only the iterations of `iterations_to_check` are checked.
     """
     settings = method.settings
-    is_steady = type(method).sampler is Method.sampler and method.window.kind in ("all", "frozen")
-    for iteration in range(1 if is_steady else min(settings.iterations, 1000)):
+    for iteration in iterations_to_check(method):
         sampler = method.sampler(iteration)
         trainable_steps = method.trainable_steps(sampler)
         where = f"in iteration {iteration + 1}"

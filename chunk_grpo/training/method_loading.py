@@ -23,7 +23,7 @@ from ..core.imports import import_callable
 from ..theory.chunks import Chunks
 from ..theory.sampler import Sampler
 from .hook_checks import describe_value
-from .method import Method
+from .method import Method, iterations_to_check
 
 # %% ../../nbs/07_training/06_method_loading.ipynb #hook-checks
 _HOOKS = (
@@ -380,12 +380,7 @@ def load_method(settings: Settings) -> Method:
     if method.custom_surrogate is not None:
         _check_surrogate(method)
     if is_user_class or method.chunker is not None:
-        # With a fixed window all iterations are alike, so checking one suffices.
-        is_steady = type(method).sampler is Method.sampler and method.window.kind in (
-            "all",
-            "frozen",
-        )
-        for iteration in range(1 if is_steady else min(settings.iterations, 1000)):
+        for iteration in iterations_to_check(method):
             _check_iteration(method, iteration)
     returned = call_hook(method, "check")
     if returned is not None:

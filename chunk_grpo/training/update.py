@@ -9,6 +9,7 @@ __all__ = ['measure_ratio_errors', 'build_update_batches', 'check_weights_have_g
 # %% ../../nbs/07_training/12_update.ipynb #ac97bfca
 import contextlib
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -260,8 +261,13 @@ class Update:
     ratio_errors: list[float]
 
 
-def _update_reference_weights(state: TrainingState) -> None:
-    """Average the current weights into the reference weights that the method keeps."""
+def _update_reference_weights(
+    state: TrainingState,
+    norms: Sequence[float],  # norm of the gradients of each of the iteration's optimizer steps
+) -> None:
+    """Average the current weights into the reference weights that the method keeps, unless every step was skipped."""
+    if not any(map(math.isfinite, norms)):
+        return
     for name in state.method.reference_decays:
         decay = reference_decay(state.method, name, state.iteration)
         for copy, p in zip(state.reference_weights[name], state.policy.trained, strict=True):
@@ -272,7 +278,10 @@ def update_policy(
     state: TrainingState,
     rollout: Rollout,  # of this iteration
 ) -> Update:
-    """Take the iteration's optimizer steps, then update the reference weights that the method keeps."""
+    """Take the iteration's optimizer steps, then update the reference weights that the method keeps.
+
+    If every step was skipped because its gradients were infinite or NaN, the reference weights stay as they are.
+    """
     settings = state.settings
     accelerator = state.accelerator
     method = state.method
@@ -330,7 +339,7 @@ def update_policy(
             average_adapter_gradients(state)
         norms.append(step_optimizer(state))
 
-    _update_reference_weights(state)
+    _update_reference_weights(state, norms)
     # Between iterations the policy has the first size.
     sizes = setting.training_sizes(settings)
     if len(sizes) > 1:
