@@ -135,7 +135,11 @@ FAULTS = {  # body of a class on Method -> the hook, and words of the sentence
         "must be a tuple of names",
     ),
     "reads the unknown": ("references = ('new',)", "references", "among base"),
-    "sampled by the unknown": ("sampling_reference = 'old'", "sampling_reference", "no copies"),
+    "sampled by the unknown": (
+        "sampling_reference = 'old'",
+        "sampling_reference",
+        "must be None; got",
+    ),
     "required_settings no setting": (
         "required_settings = {'no_such': 1}",
         "required_settings",

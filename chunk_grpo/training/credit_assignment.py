@@ -173,7 +173,7 @@ def compare_groups(
             hook="advantages",
             value=returned,
             shape=shape,
-            names="(P, G)",
+            shape_names="(P, G)",
             finite=is_overridden,
         )
         return returned
