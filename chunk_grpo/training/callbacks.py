@@ -83,10 +83,10 @@ def load_callback(
 
 def as_callbacks(
     # callbacks, functions for `on_log`, or paths of either
-    given: Sequence[Callback | Callable | str],
+    callbacks: Sequence[Callback | Callable | str],
 ) -> list[Callback]:
     """Convert functions, and paths of functions and callbacks, to Callback objects."""
-    loaded = [load_callback(item) if isinstance(item, str) else item for item in given]
+    loaded = [load_callback(item) if isinstance(item, str) else item for item in callbacks]
     return [item if isinstance(item, Callback) else _LogFunction(item) for item in loaded]
 
 # %% ../../nbs/07_training/16_callbacks.ipynb #74fa3481

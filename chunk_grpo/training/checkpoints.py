@@ -296,7 +296,7 @@ def tensor_problem(
 def read_tensors(
     folder: Path,  # of a checkpoint
     # trained weights, keyed by name: a tensor is read with the sharding of its weight if it has the weight's shape
-    like: Mapping[str, Tensor] = MappingProxyType({}),
+    trained_weights: Mapping[str, Tensor] = MappingProxyType({}),
     only: Sequence[str] = (),  # names of the groups to read; empty: all groups
 ) -> dict[str, dict[str, Tensor]]:  # tensors keyed by group and name
     """Read the tensors that `write_checkpoint` wrote; every process must call this function.
@@ -317,7 +317,7 @@ def read_tensors(
         stored: Any = reader.read_metadata().state_dict_metadata
         for full_name, metadata in stored.items():
             group, name = full_name.split(".", 1)
-            weight = like.get(name.split(".")[0])
+            weight = trained_weights.get(name.split(".")[0])
             has_shape_of_weight = weight is not None and weight.shape == metadata.size
             if not only or group in only:
                 if has_shape_of_weight:

@@ -66,7 +66,7 @@ def replay_transitions(
 def check_transition_stats(
     method: Method,
     transition_stats: object,  # the tuple that `transition_stats` or `replay` returned
-    count: int,  # m, number of transitions
+    transition_count: int,  # m, number of transitions
 ) -> None:
     """Raise InputError unless the transition statistics are a tuple of finite tensors (m, ...).
 
@@ -75,13 +75,13 @@ def check_transition_stats(
     """
     if "transition_stats" in method.checked:
         return
-    allowed = f"a tuple of finite tensors (m, ...), here ({count}, ...)"
+    allowed = f"a tuple of finite tensors (m, ...), here ({transition_count}, ...)"
     if not isinstance(transition_stats, tuple | list) or not transition_stats:
         raise return_value_error(
             method=method, hook="transition_stats", allowed=allowed, value=transition_stats
         )
     for value in transition_stats:
-        has_shape = isinstance(value, Tensor) and value.ndim > 0 and len(value) == count
+        has_shape = isinstance(value, Tensor) and value.ndim > 0 and len(value) == transition_count
         if not (has_shape and bool(value.isfinite().all())):
             raise return_value_error(
                 method=method, hook="transition_stats", allowed=allowed, value=value
@@ -91,7 +91,7 @@ def check_transition_stats(
             method=method,
             hook="transition_stats",
             value=transition_stats[0],
-            shape=(count,),
+            shape=(transition_count,),
             shape_names="(m,) for the log-probability",
         )
     method.checked.add("transition_stats")
@@ -100,7 +100,7 @@ def check_transition_stats(
 def check_statistic(
     method: Method,
     value: object,  # what `statistic` returned
-    count: int,  # m, number of transitions
+    transition_count: int,  # m, number of transitions
 ) -> None:
     """Raise InputError unless the statistic holds finite numbers (m,), or (m, statistic_size) for such an objective.
 
@@ -120,12 +120,16 @@ def check_statistic(
             method=method,
             hook="statistic",
             value=value,
-            shape=(count, size),
+            shape=(transition_count, size),
             shape_names="(m, statistic_size)",
         )
     else:
         check_floats(
-            method=method, hook="statistic", value=value, shape=(count,), shape_names="(m,)"
+            method=method,
+            hook="statistic",
+            value=value,
+            shape=(transition_count,),
+            shape_names="(m,)",
         )
 
 # %% ../../nbs/07_training/08_gradient.ipynb #e91d279a
@@ -373,7 +377,7 @@ class UpdateStats:
 def check_chunk_metrics(
     method: Method,
     items: object,  # what `chunk_metrics` returned
-    count: int,  # N, number of chunk samples
+    sample_count: int,  # N, number of chunk samples
 ) -> None:
     """Raise InputError unless `chunk_metrics` returned at least one tensor (N,), keyed by name.
 
@@ -381,11 +385,11 @@ def check_chunk_metrics(
     """
     if "chunk_metrics" in method.checked:
         return
-    allowed = f"tensors of shape (N,), here ({count},), by name"
+    allowed = f"tensors of shape (N,), here ({sample_count},), by name"
     if not isinstance(items, dict) or not items:
         raise return_value_error(method=method, hook="chunk_metrics", allowed=allowed, value=items)
     for value in items.values():
-        if not (isinstance(value, Tensor) and value.shape == (count,)):
+        if not (isinstance(value, Tensor) and value.shape == (sample_count,)):
             raise return_value_error(
                 method=method, hook="chunk_metrics", allowed=allowed, value=value
             )
