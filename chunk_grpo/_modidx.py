@@ -2988,6 +2988,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                      'chunk_grpo/training/method.py'),
                                             'chunk_grpo.training.method.group_shares_state': ( '07_training/method.html#group_shares_state',
                                                                                                'chunk_grpo/training/method.py'),
+                                            'chunk_grpo.training.method.iterations_to_check': ( '07_training/method.html#iterations_to_check',
+                                                                                                'chunk_grpo/training/method.py'),
                                             'chunk_grpo.training.method.list_completions': ( '07_training/method.html#list_completions',
                                                                                              'chunk_grpo/training/method.py'),
                                             'chunk_grpo.training.method.make_options': ( '07_training/method.html#make_options',

@@ -1,7 +1,9 @@
 """The table of methods: every row trains and goes on, is what its equations say, and refuses what it cannot be."""
 
 import json
+import math
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -36,6 +38,7 @@ from chunk_grpo.training.method_loading import load_method
 from chunk_grpo.training.replay import ReplayContext
 from chunk_grpo.training.rollout import RolloutOptions, sample_trajectories
 from chunk_grpo.training.state import load_policy_and_optimizer, prepare_state
+from chunk_grpo.training.update import update_policy
 from chunk_grpo.training.update_batch import build_update_batch
 
 FOLDER = Path(__file__).parent / "methods"
@@ -481,6 +484,40 @@ def test_a_moving_reference_is_the_weights_of_some_iterations_ago(name, tmp_path
             p += 0.01
     away.append(state.method.replay(context, torch.arange(3), torch.arange(3))[1])
     assert away[0].abs().max() < 1e-6 < away[1].min()
+
+
+def test_references_stay_where_they_are_if_every_step_is_skipped(tmp_path, monkeypatch):
+    """A copy that each iteration renews is not renewed by an iteration without an update, and is by one with one."""
+    settings = load_settings(
+        "pocket/tiny",
+        {
+            **SMALL,
+            "chunks": "2,4",
+            "kl": 0.01,
+            "anchor": "velocity",
+            "anchor_every": 1,
+            "eval_every": 0,
+            "eval_count": 1,
+            "threads": 1,
+            "learning_rate": 1e-3,
+        },
+    )
+    state = load_policy_and_optimizer(prepare_state(settings, tmp_path))
+    trainer.train_iteration(state)
+    with torch.no_grad():  # the reference now differs from the policy, as during an average
+        for copy in state.reference_weights["reference"]:
+            copy.fill_(0.5)
+    before = [copy.clone() for copy in state.reference_weights["reference"]]
+    rollout = sample_groups(state)
+    infinite = replace(rollout, advantage=torch.full_like(rollout.advantage, torch.inf))
+
+    update = update_policy(state, infinite)
+    assert update.norms and not any(map(math.isfinite, update.norms))
+    assert all(map(torch.equal, state.reference_weights["reference"], before))
+
+    update = update_policy(state, rollout)
+    assert any(map(math.isfinite, update.norms))
+    assert all(map(torch.equal, state.reference_weights["reference"], state.policy.trained))
 
 
 def test_merged_transitions_are_one_draw_over_the_whole_way(policy):

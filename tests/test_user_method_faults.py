@@ -135,7 +135,11 @@ FAULTS = {  # body of a class on Method -> the hook, and words of the sentence
         "must be a tuple of names",
     ),
     "reads the unknown": ("references = ('new',)", "references", "among base"),
-    "sampled by the unknown": ("sampling_reference = 'old'", "sampling_reference", "no copies"),
+    "sampled by the unknown": (
+        "sampling_reference = 'old'",
+        "sampling_reference",
+        "must be None; got",
+    ),
     "required_settings no setting": (
         "required_settings = {'no_such': 1}",
         "required_settings",
@@ -255,6 +259,39 @@ def test_the_plan_of_a_method_that_cannot_count_is_one_sentence(tmp_path):
         and "`counts` of Mine failed in line" in done.stderr
         and done.stderr.count("\n") == 1
     )
+
+
+COUNTING = """
+calls = []
+class Mine(Method):
+    def trainable_steps(self, sampler):
+        calls.append("trainable_steps")
+        return super().trainable_steps(sampler)
+    def transition_weights(self, sampler):
+        calls.append("transition_weights")
+        return super().transition_weights(sampler)
+"""
+
+
+@pytest.mark.parametrize("window, count", [("frozen:4", 1), ("progressive:4:2", 4)])
+def test_hooks_are_checked_once_per_window_rather_than_once_per_iteration(tmp_path, window, count):
+    (tmp_path / "m.py").write_text(HEAD + COUNTING)
+    changes = {"steps": 8, "chunks": "steps", "window": window, "iterations": 500}
+    method = load_method(
+        settings.load_settings("pocket/tiny", {"method": f"{tmp_path / 'm.py'}:Mine", **changes})
+    )
+    calls = type(method).trainable_steps.__globals__["calls"]
+    # `load_method` itself checks each window, and then `check` does.
+    assert calls.count("transition_weights") == 2 * count
+    assert calls.count("trainable_steps") < 10 * count
+
+
+def test_a_window_that_comes_late_is_checked(tmp_path):
+    body = "def trainable_steps(self, sampler):\n    out = super().trainable_steps(sampler)\n"
+    body += "    return out if out[0] < 3 else out.float()"
+    changes = {"steps": 8, "window": "progressive:4:2", "iterations": 500}
+    said = refused(tmp_path, method=write(tmp_path, body), **changes)
+    assert "`trainable_steps` of Mine must return numbers of transitions" in said
 
 
 def test_methods_of_the_table_are_made_as_before():

@@ -23,6 +23,7 @@ from typing import Any, Literal, Self
 import diffusers
 import numpy as np
 import torch
+import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
@@ -680,8 +681,8 @@ def decode_latents(
 ) -> Tensor:  # (B, 3, H, W) in [0, 1], on the CPU
     """Decode latents into images, in batches.
 
-    Raises InputError if an image is not finite. Prints a warning the first time that an activation of
-    the transformer has reached the largest float16 number.
+    Raises InputError if an image is not finite. The first process of a run prints a warning the first time that
+    an activation of its transformer has reached the largest float16 number; the other processes print nothing.
     """
     batch_size = min(batch, policy.decode_limit)
     batches = [
@@ -698,7 +699,8 @@ def decode_latents(
             "model: it sampled images that are not finite; either its weights are damaged, or `learning_rate` is "
             f"too high{cause}."
         )
-    if policy.saturated is not None and bool(policy.saturated):
+    is_first_process = not dist.is_initialized() or dist.get_rank() == 0
+    if is_first_process and policy.saturated is not None and bool(policy.saturated):
         print(
             f"warning: activations of the transformer reach {FLOAT16_MAX:.0f}, the largest number of "
             "`dtype` float16, and are clipped; bfloat16 has a wider range",

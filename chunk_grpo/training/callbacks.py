@@ -27,11 +27,11 @@ _QUIET_ITERATIONS = 10  # an alarm is raised only if it did not hold in so many 
 
 # %% ../../nbs/07_training/16_callbacks.ipynb #c3b10003
 class StopTraining(InputError):
-    """Tell the training loop, from a callback's `on_log`, to write a checkpoint and end the run."""
+    """Stop a run: a callback raises this error in `on_log`, and the loop writes a checkpoint and ends."""
 
 
 class Callback:
-    """Respond to the events of a run; every process of the run calls every event."""
+    """Respond to the events of a run; the loop calls each event in every process, with the run's `TrainingState`."""
 
     def on_train_begin(self, state) -> None:
         """Run code after the policy is loaded and the newest checkpoint is restored."""
@@ -59,9 +59,9 @@ class _LogFunction(Callback):
 def load_callback(
     path: str,  # "package.module:name" or "file.py:name"
 ) -> Callback | Callable[[dict, Settings], object]:
-    """Import a callback, and instantiate it if it is a class.
+    """Import a callback: a function, or a class, of which an instance is returned.
 
-    A function is called with each line of metrics and the settings; a class must be a subclass of Callback.
+    A run calls a function with each line of metrics and the settings. A class must be a subclass of Callback.
     Raises InputError if the callback cannot be imported or instantiated, or is another class.
     """
     imported: Any = import_callable(path, "callbacks")
@@ -83,10 +83,10 @@ def load_callback(
 
 def as_callbacks(
     # callbacks, functions for `on_log`, or paths of either
-    given: Sequence[Callback | Callable | str],
+    callbacks: Sequence[Callback | Callable | str],
 ) -> list[Callback]:
     """Convert functions, and paths of functions and callbacks, to Callback objects."""
-    loaded = [load_callback(item) if isinstance(item, str) else item for item in given]
+    loaded = [load_callback(item) if isinstance(item, str) else item for item in callbacks]
     return [item if isinstance(item, Callback) else _LogFunction(item) for item in loaded]
 
 # %% ../../nbs/07_training/16_callbacks.ipynb #74fa3481
@@ -199,7 +199,7 @@ def _holds_in_a_row(
     lines: Sequence[dict],  # of metrics, oldest first
     condition: Callable[[dict], bool],  # of one line
 ) -> bool:
-    """Return True if the condition holds in each of the last `_ALARM_ITERATIONS` iterations."""
+    """Return True if the condition holds in each of the last `_ALARM_ITERATIONS` iterations, and there are that many."""
     # The line of the base has no reward_mean and does not count.
     last = [line for line in lines[-_ALARM_ITERATIONS:] if "reward_mean" in line]
     return len(last) == _ALARM_ITERATIONS and all(map(condition, last))
@@ -208,7 +208,7 @@ def _holds_in_a_row(
 def _clip_range_setting(
     settings: Settings,
 ) -> tuple[str, float | None]:  # name of the setting; smallest clip range, None if there is none
-    """Return the setting that defines how far the ratio may move from 1 before clipping removes the gradient."""
+    """Return the setting that defines the clip range, and the smallest clip range around 1 that it gives."""
     if settings.surrogate in named_code(settings):
         return "clip_range", settings.clip_range
     surrogate = Surrogate.parse(settings.surrogate, settings.clip_range)
@@ -260,7 +260,7 @@ def _flat_alarm(
     lines: Sequence[dict],  # of metrics, oldest first
     settings: Settings,
 ) -> str:
-    """Return a warning if every group has equal rewards, otherwise an empty string."""
+    """Return a warning if all groups had equal rewards in several iterations, otherwise an empty string."""
     is_flat = _holds_in_a_row(
         lines,
         lambda line: (line.get("advantage_std_zero_groups") or 0) >= settings.prompts_per_iteration,
@@ -300,7 +300,7 @@ def _first_and_last(
     lines: Sequence[dict],  # of metrics, oldest first
     name: str,  # of a metric
 ) -> tuple[float, float, float] | None:  # None: too few iterations
-    """Return a metric's means over the first and the last iterations, and the standard error of their difference."""
+    """Return a metric's means over the first and the last five iterations, and the standard error of their difference."""
     values = [
         line[name]
         for line in [*lines[: _MEAN_ITERATIONS + 1], *lines[-_MEAN_ITERATIONS:]]

@@ -89,7 +89,7 @@ def write_manifest(
     # sha256 of files that are hashed already, keyed by name
     digests: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
-    """Write manifest.json with the sha256 of every file in the folder, and what the checkpoint belongs to."""
+    """Write manifest.json with `about`, the sha256 of every file in the folder, and a sha256 of its own content."""
     content = {
         **about,
         "files": {f.name: digests.get(f.name) or sha256_of(f) for f in sorted(folder.iterdir())},
@@ -102,7 +102,7 @@ def write_manifest(
 def list_checkpoints(
     run: Path,  # the run folder
 ) -> list[Path]:  # folders
-    """List the run's checkpoints from oldest to newest, without checking that they are complete."""
+    """List the folders of the run's checkpoints from oldest to newest, without verifying them."""
     folders = [
         p for p in (Path(run) / "checkpoints").glob("[0-9]*") if p.name.isdecimal() and p.is_dir()
     ]
@@ -114,7 +114,7 @@ def remove_old_checkpoints(
     keep: int,  # number of newest checkpoints to keep, at least 1
     keep_every: int,  # also keep those whose iteration is a multiple of this number; 0: no others
 ) -> None:
-    """Remove all checkpoints except the newest few and those of every `keep_every`-th iteration."""
+    """Remove all checkpoints except the `keep` newest and those of every `keep_every`-th iteration."""
     for old in list_checkpoints(run)[:-keep]:
         if not (keep_every and int(old.name) % keep_every == 0):
             renamed = temporary_path(old, old=True)
@@ -132,10 +132,10 @@ Groups = Mapping[
 
 
 def _save_sharded(
-    folder: Path,  # of the checkpoint; only the first process's counts
+    folder: Path,  # of the checkpoint; the other processes use that of the first process
     groups: Groups,  # this process's shards
 ) -> dict[str, str]:
-    """Write sharded tensors with all processes, and return the sha256 of every file, keyed by name.
+    """Write sharded tensors, and return the sha256 of every file, keyed by name; every process must call this function.
 
     The files are large, so each process hashes only a share of them.
     """
@@ -161,7 +161,7 @@ def write_checkpoint(
     about: Mapping = MappingProxyType({}),  # run_id and settings of the run
     sharded: bool = False,  # True: the tensors are shards, and every process must call this function
 ) -> None:
-    """Write a checkpoint atomically, and remove older ones."""
+    """Write a checkpoint atomically to `checkpoints/` in the run folder, and remove older ones."""
     if sharded and dist.get_rank():
         _save_sharded(Path(), groups)
         dist.barrier()
@@ -188,9 +188,9 @@ def write_checkpoint(
 # %% ../../nbs/07_training/14_checkpoints.ipynb #036eaca4
 def damaged(
     folder: Path,  # of the checkpoint
-    problem: str,  # what is wrong with it
+    problem: str,  # clause for the error message, such as "manifest.json was changed"
 ) -> InputError:
-    """Build the error about a checkpoint that cannot be used."""
+    """Build the error about a checkpoint that cannot be used because its files are damaged."""
     return InputError(f"resume: the checkpoint {folder} is damaged ({problem}).")
 
 
@@ -209,7 +209,7 @@ def reject_unreadable(
 def read_manifest(
     folder: Path,  # of the checkpoint
 ) -> dict:
-    """Read a checkpoint's manifest; raise InputError if it is missing or was edited."""
+    """Read and return a checkpoint's manifest; raise InputError if it is missing or was edited."""
     with reject_unreadable(folder):
         content = (
             read_json(folder / "manifest.json") if (folder / "manifest.json").exists() else None
@@ -227,9 +227,9 @@ def verify_checkpoint(
     folder: Path,  # of the checkpoint
     about: Mapping,  # run_id and settings of the run
 ) -> None:
-    """Raise InputError unless every file is as it was written, and the checkpoint belongs to the run.
+    """Raise InputError unless every file is as it was written and the checkpoint belongs to the run.
 
-    Its settings may differ only in those that a resumed run may change.
+    The checkpoint's settings may differ from the run's only in those that a resumed run may change.
     """
     manifest = read_manifest(folder)
     present = {file.name for file in folder.iterdir()} - {"manifest.json"}
@@ -274,7 +274,7 @@ def tensor_problem(
     # names of the required groups of averaged weights: ema, and reference weights
     averages: Sequence[str] = (),
 ) -> str:
-    """Describe why tensors of a checkpoint cannot be used; return an empty string if they can."""
+    """Return why the tensors of a checkpoint cannot be used, or an empty string if they can."""
     shapes = {str(i): p.shape for i, p in enumerate(trained)}
     for name in ("weights", "optimizer", *averages):
         if name not in groups:
@@ -288,17 +288,15 @@ def tensor_problem(
         k: v for k, v in groups["optimizer"].items() if k.split(".")[1] in ("exp_avg", "exp_avg_sq")
     }
     is_mismatched = any(v.shape != shapes.get(k.split(".")[0]) for k, v in moments.items())
-    return (
-        "the shapes of its optimizer's moments are not those of the trained weights"
-        if is_mismatched
-        else ""
-    )
+    if is_mismatched:
+        return "the shapes of its optimizer's moments are not those of the trained weights"
+    return ""
 
 # %% ../../nbs/07_training/14_checkpoints.ipynb #e4f9c307
 def read_tensors(
     folder: Path,  # of a checkpoint
-    # trained weights, keyed by name: tensors of their shape are read with their sharding
-    like: Mapping[str, Tensor] = MappingProxyType({}),
+    # trained weights, keyed by name: a tensor is read with the sharding of its weight if it has the weight's shape
+    trained_weights: Mapping[str, Tensor] = MappingProxyType({}),
     only: Sequence[str] = (),  # names of the groups to read; empty: all groups
 ) -> dict[str, dict[str, Tensor]]:  # tensors keyed by group and name
     """Read the tensors that `write_checkpoint` wrote; every process must call this function.
@@ -319,12 +317,14 @@ def read_tensors(
         stored: Any = reader.read_metadata().state_dict_metadata
         for full_name, metadata in stored.items():
             group, name = full_name.split(".", 1)
-            weight = like.get(name.split(".")[0])
+            weight = trained_weights.get(name.split(".")[0])
             has_shape_of_weight = weight is not None and weight.shape == metadata.size
             if not only or group in only:
-                groups.setdefault(group, {})[name] = (
-                    torch.zeros_like(weight) if has_shape_of_weight else torch.zeros(metadata.size)
-                )
+                if has_shape_of_weight:
+                    tensor = torch.zeros_like(weight)
+                else:
+                    tensor = torch.zeros(metadata.size)
+                groups.setdefault(group, {})[name] = tensor
         named = {f"{group}.{k}": x for group, tensors in groups.items() for k, x in tensors.items()}
         distributed.load(named, storage_reader=reader)
     return groups

@@ -19,21 +19,23 @@ from .rollout import Trajectories, make_generator
 
 # %% ../../nbs/07_training/02_chunk_sampling.ipynb #7a80ad55
 def sample_chunks(
-    paths: Trajectories,  # trajectories of B images
+    trajectories: Trajectories,  # of B images
     chunks: Chunks | Sequence[Chunks],  # the same chunks for all images, or those of each image
-    fraction: float,  # share of the allowed chunks that each image trains
-    # uniform, dynamics: (16) from the image's own latents, or profile: (16) from the base's profile
+    fraction: float,  # share of the allowed chunks that each image trains, in (0, 1]
+    # "uniform": equal probabilities; "dynamics": weights (16) from each image's own latents; "profile": weights (16)
+    # from `profile`
     weighting: str = "uniform",
     allowed: Sequence[int] | None = None,  # numbers of the chunks that may be sampled; None: all
     uniform: float = 0.0,  # share of equal probabilities that is mixed into the weights (16)
     temperature: float = 1.0,  # of the weights (16): above 1 flattens, below 1 sharpens them
     profile: Tensor | None = None,  # (T,) mean distances of the base, for the weighting "profile"
-    trainable_steps: Tensor | None = None,  # (n,) long, the steps in chunks; None: the stochastic
+    # (n,) long, indices of the transitions that the chunks divide; None: those with noise
+    trainable_steps: Tensor | None = None,
 ) -> Tensor:  # (B, k) long chunk numbers, sorted; rows with fewer chunks are filled with -1
-    """Sample the chunks that every image trains, from the image's own random numbers.
+    """Sample the chunks that each image trains, without replacement, from the image's own random numbers.
 
-    Raises InputError if `allowed` is given although each image has its own chunks, because a number then means
-    other transitions in each image.
+    Raises InputError if `allowed` is given although each image has its own chunks, because the same chunk number then
+    denotes other transitions in each image.
     """
     if not isinstance(chunks, Chunks):
         if allowed is not None:
@@ -44,7 +46,7 @@ def sample_chunks(
         rows = []
         for image, image_chunks in enumerate(chunks):
             chosen = sample_chunks(
-                paths.select_image(image),
+                trajectories.select_image(image),
                 image_chunks,
                 fraction=fraction,
                 weighting=weighting,
@@ -62,11 +64,16 @@ def sample_chunks(
     is_allowed = is_allowed.index_fill(0, torch.tensor(allowed or range(chunk_total)), True)
     count = dynamics.count_trained_chunks(int(is_allowed.sum()), fraction)
 
-    weights = torch.full((len(paths.keys), chunk_total), 1 / chunk_total)
+    image_count = len(trajectories.keys)
+    weights = torch.full((image_count, chunk_total), 1 / chunk_total)
     if weighting != "uniform":
-        distance = profile.expand(len(paths.keys), -1) if weighting == "profile" else paths.distance
-        steps = paths.sampler.stochastic if trainable_steps is None else trainable_steps
-        distance = distance[:, steps.to(distance.device)]
+        if weighting == "profile":
+            distance = profile.expand(image_count, -1)
+        else:
+            distance = trajectories.distance
+        if trainable_steps is None:
+            trainable_steps = trajectories.sampler.stochastic
+        distance = distance[:, trainable_steps.to(distance.device)]
         weights = dynamics.chunk_weights(distance, chunks)
         weights = dynamics.tempered_weights(weights, uniform, temperature).cpu()
 
@@ -74,7 +81,7 @@ def sample_chunks(
     uniforms = torch.stack(
         [
             torch.rand(chunk_total, generator=make_generator(*key, stream="chunks"))
-            for key in paths.keys
+            for key in trajectories.keys
         ]
     )
     return dynamics.sample_without_replacement(weights * is_allowed, count, uniforms)

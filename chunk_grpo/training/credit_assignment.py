@@ -25,7 +25,7 @@ from .state import TrainingState, rollout_options
 def _score_completions_of_one_size(
     state: TrainingState,
     context: ReplayContext,  # trajectories of this iteration
-    levels: Tensor,  # (n + 1,) long, positions in the grid that the ODE visits
+    levels: Tensor,  # (n + 1,) long, indices of the noise levels that the ODE visits
     image_index: Tensor,  # (b,) long, positions of images of the same size, in whole groups
 ) -> dict[str, Tensor]:  # raw scores (b,), keyed by reward
     """Complete the states of images of the same size, and score the resulting images."""
@@ -77,13 +77,13 @@ def _score_completions_of_one_size(
 def _score_completions(
     state: TrainingState,
     context: ReplayContext,  # trajectories of this iteration
-    # (n + 1,) long, positions in the grid that the ODE visits, from the level of the states to the last
+    # (n + 1,) long, indices of the noise levels that the ODE visits, from that of the states to the last
     levels: Tensor,
 ) -> dict[str, Tensor]:  # raw scores (B,), keyed by reward
-    """Complete the states at the first of the levels by the ODE, and score the resulting images.
+    """Complete the trajectories' states at the first of the levels by the ODE, and score the resulting images.
 
     If all images of a group are in the same state, it is completed once and its score is repeated. A reward that
-    compares the images of a group gets one copy of the completed image for each of them.
+    compares the images of a group gets as many copies of the completed image as the group has images.
     """
     paths = context.trajectories
     scores_per_size = []
@@ -104,10 +104,11 @@ def chunk_gains(
     context: ReplayContext,  # trajectories of this iteration
     scores: dict[str, Tensor],  # raw scores of the images, (B,) each, keyed by reward
 ) -> list[tuple[Tensor, dict[str, Tensor]]]:
-    """Compute the gain of each chunk: how much it raises the score of the completed image (DenseGRPO, 2601.20218).
+    """Compute the gain of each chunk for each image, as in DenseGRPO (2601.20218).
 
-    The gain is the score of the image completed from the state after the chunk minus that from the state before it.
-    Returns, for each chunk from the last to the first, its transitions (n,) and its gains (B,), keyed by reward.
+    The gain is the score of the image completed from the state after the chunk, minus the score of the image completed
+    from the state before it. Returns one pair per chunk, from the last chunk to the first: the indices (n,) of the chunk's
+    transitions, and its gains (B,), keyed by reward.
     """
     settings = state.settings
     paths = context.trajectories
@@ -133,7 +134,7 @@ def chunk_gains(
 def _apply_to_all_groups(
     state: TrainingState,
     scores: dict[str, Tensor],  # (B, ...) each, of this process, keyed by name
-    # maps scores, one row per group of all processes, to a result of the same shape
+    # maps the scores of all processes, one row per group, to a tensor of the same shape
     function: Callable[[dict[str, Tensor]], Tensor],
 ) -> Tensor:  # (B, ...)
     """Apply a function to the gathered scores of all processes, and return this process's slice of the result."""
@@ -155,7 +156,11 @@ def compare_groups(
     scores: dict[str, Tensor],  # raw scores of the images, (B,) each, keyed by reward
     combined: Tensor,  # (P, G) combined rewards of this process's groups, of `combine_rewards`
 ) -> Tensor:  # (B,), or (B, T) of every transition
-    """Compute the method's advantages of images, chunks or tree edges, whichever `credit_of` selects."""
+    """Compute the advantages of this process's images, or of their chunks or tree edges, as `credit_of` selects.
+
+    Advantages of chunks and edges are returned per transition. Every process must call this function, because the
+    comparison gets the scores of all processes. Raises InputError if the method's `advantages` are malformed.
+    """
     settings = state.settings
     method = state.method
     sampler = context.trajectories.sampler
@@ -173,7 +178,7 @@ def compare_groups(
             hook="advantages",
             value=returned,
             shape=shape,
-            names="(P, G)",
+            shape_names="(P, G)",
             finite=is_overridden,
         )
         return returned
@@ -220,13 +225,16 @@ def anchored_images(
     combined: Tensor,  # (B,), weighted sum of the rewards that are trained on
     other_scores: dict[str, Tensor],  # raw scores of the other rewards, (B,) each
 ) -> Tensor | None:  # (B,) bool; None: all
-    """Select the images that the anchor's penalty applies to: those whose reward outruns the other rewards."""
+    """Select the images that the anchor's penalty applies to: those whose reward outruns the other rewards most.
+
+    The setting `anchor_share` is the share of images that are selected, among those of all processes.
+    """
     if state.settings.anchor_share >= 1:
         return None
     share = state.settings.anchor_share
 
     def outrun(gathered: dict[str, Tensor]) -> Tensor:
-        """Select images among those of all processes."""
+        """Return True for each selected image, among those of all processes."""
         trained = gathered.pop("")
         return credit.select_exploiting_images(trained, list(gathered.values()), share)
 
@@ -238,7 +246,7 @@ def weigh_by_distance(
     features: Tensor,  # (B, D), embeddings of the images
     group_size: int,  # G, images per prompt
 ) -> Tensor:  # of the shape of `advantage`
-    """Multiply positive advantages by the image's distance to the nearest other image of its group."""
+    """Multiply each positive advantage by the image's relative distance to the most similar image of its group."""
     distance = credit.relative_nearest_distances(features.unflatten(0, (-1, group_size))).flatten()
     distance = distance.reshape(-1, *[1] * (advantage.ndim - 1))
     return torch.where(advantage > 0, distance * advantage, advantage)

@@ -25,23 +25,24 @@ from .update_batch import UpdateBatch
 
 # %% ../../nbs/07_training/08_gradient.ipynb #c1997aa1
 def replay_transitions(
-    context: ReplayContext,
+    context: ReplayContext,  # trajectories and the policy that replays them
     method: Method,
-    image: Tensor,  # (m,) position of each transition's image in the trajectories
-    index: Tensor,  # (m,) index of each transition in its trajectory
-    anchor: bool = True,  # also compute the anchor's penalty
+    # (m,) position of each transition's image in the trajectories; all these images have the same size
+    image_index: Tensor,
+    step_index: Tensor,  # (m,) index of each transition in its trajectory
+    with_penalty: bool = True,  # also compute the anchor's penalty, if `kl` is above 0
 ) -> tuple[tuple[Tensor, ...], Tensor | None]:  # statistics (m, ...), and penalty (m,) or None
-    """Call the method's `replay`, and check the result of the first call.
+    """Call the method's `replay`, and return the transition statistics and the anchor's penalty.
 
-    Images of the batch must have the same size, which the policy is set to. Raises InputError if the result is
-    malformed.
+    If a run has images of several sizes, the policy gets the size of these images first. Raises InputError if the
+    method returns anything else in the first call.
     """
-    count = len(image)
+    count = len(image_index)
     sizes = context.trajectories.sizes
     if sizes is not None:  # all images of a batch have the same size
-        context.policy.set_resolution(sizes[int(image[0])])
+        context.policy.set_resolution(sizes[int(image_index[0])])
     with forbid_writes(method, "replay", context.trajectories):
-        replayed = method.replay(context, image, index, anchor)
+        replayed = method.replay(context, image_index, step_index, with_penalty)
     if not (isinstance(replayed, tuple) and len(replayed) == 2):
         raise return_value_error(
             method=method,
@@ -51,13 +52,13 @@ def replay_transitions(
         )
     transition_stats, penalty = replayed
     check_transition_stats(method, transition_stats, count)
-    if anchor and method.settings.kl > 0:
+    if with_penalty and method.settings.kl > 0:
         check_floats(
             method=method,
             hook="replay",
             value=penalty,
             shape=(count,),
-            names="(m,) for the KL penalty",
+            shape_names="(m,) for the KL penalty",
         )
     return tuple(transition_stats), penalty
 
@@ -65,21 +66,22 @@ def replay_transitions(
 def check_transition_stats(
     method: Method,
     transition_stats: object,  # the tuple that `transition_stats` or `replay` returned
-    count: int,  # m, number of transitions
+    transition_count: int,  # m, number of transitions
 ) -> None:
     """Raise InputError unless the transition statistics are a tuple of finite tensors (m, ...).
 
-    The first must be a log-probability (m,) if the method has one. Only the first call checks anything.
+    If the method has log-probabilities, the first tensor must be (m,). Once a method has passed, later calls return at
+    once.
     """
     if "transition_stats" in method.checked:
         return
-    allowed = f"a tuple of finite tensors (m, ...), here ({count}, ...)"
+    allowed = f"a tuple of finite tensors (m, ...), here ({transition_count}, ...)"
     if not isinstance(transition_stats, tuple | list) or not transition_stats:
         raise return_value_error(
             method=method, hook="transition_stats", allowed=allowed, value=transition_stats
         )
     for value in transition_stats:
-        has_shape = isinstance(value, Tensor) and value.ndim > 0 and len(value) == count
+        has_shape = isinstance(value, Tensor) and value.ndim > 0 and len(value) == transition_count
         if not (has_shape and bool(value.isfinite().all())):
             raise return_value_error(
                 method=method, hook="transition_stats", allowed=allowed, value=value
@@ -89,8 +91,8 @@ def check_transition_stats(
             method=method,
             hook="transition_stats",
             value=transition_stats[0],
-            shape=(count,),
-            names="(m,) for the log-probability",
+            shape=(transition_count,),
+            shape_names="(m,) for the log-probability",
         )
     method.checked.add("transition_stats")
 
@@ -98,11 +100,11 @@ def check_transition_stats(
 def check_statistic(
     method: Method,
     value: object,  # what `statistic` returned
-    count: int,  # m, number of transitions
+    transition_count: int,  # m, number of transitions
 ) -> None:
-    """Raise InputError unless the statistic is (m,), or (m, statistic_size) if the objective reads several numbers.
+    """Raise InputError unless the statistic holds finite numbers (m,), or (m, statistic_size) for such an objective.
 
-    Only the first call checks anything.
+    Once a method has passed, later calls return at once.
     """
     if "statistic" in method.checked:
         return
@@ -118,29 +120,38 @@ def check_statistic(
             method=method,
             hook="statistic",
             value=value,
-            shape=(count, size),
-            names="(m, statistic_size)",
+            shape=(transition_count, size),
+            shape_names="(m, statistic_size)",
         )
     else:
-        check_floats(method=method, hook="statistic", value=value, shape=(count,), names="(m,)")
+        check_floats(
+            method=method,
+            hook="statistic",
+            value=value,
+            shape=(transition_count,),
+            shape_names="(m,)",
+        )
 
 # %% ../../nbs/07_training/08_gradient.ipynb #e91d279a
 def _join_batches(
-    batches: Sequence[Tensor],  # (m, ...), the statistic of each batch
+    batches: Sequence[Tensor],  # (m, ...), one transition statistic of each batch
 ) -> Tensor:  # (M, ...)
-    """Concatenate a statistic of several batches, padding it with zeros if their numbers of tokens differ."""
+    """Concatenate one transition statistic of several batches; pad it with zeros if their numbers of tokens differ."""
     if len({x.shape[1:] for x in batches}) > 1:
-        most = max(x.shape[1] for x in batches)
-        batches = [F.pad(x, (0, 0) * (x.ndim - 2) + (0, most - x.shape[1])) for x in batches]
+        max_tokens = max(x.shape[1] for x in batches)
+        # F.pad lists dimensions from the last to the first; dimension 1 counts the tokens.
+        batches = [F.pad(x, (0, 0) * (x.ndim - 2) + (0, max_tokens - x.shape[1])) for x in batches]
     return torch.cat(list(batches))
 
 
 def _select_without_padding(
-    old: Sequence[Tensor],  # (M, ...) transition statistics of the update, possibly padded
+    old: Sequence[
+        Tensor
+    ],  # old transition statistics of the update, (M, ...) each, possibly padded
     batch: Tensor,  # (m,) positions of the batch's transitions in the update
-    new: Sequence[Tensor],  # (m, ...) transition statistics of the batch, without padding
-) -> tuple[Tensor, ...]:
-    """Select a batch's old statistics, and remove their padding so that they match the new ones."""
+    new: Sequence[Tensor],  # new transition statistics of the batch, (m, ...) each, without padding
+) -> tuple[Tensor, ...]:  # (m, ...) each, with the shapes of the new ones
+    """Select the old transition statistics of a batch, and remove their padding."""
     before = [x[batch] for x in old]
     return tuple(
         x if x.shape == y.shape else x[:, : y.shape[1]] for x, y in zip(before, new, strict=True)
@@ -151,23 +162,26 @@ def compute_transition_stats(
     context: ReplayContext,  # trajectories and the policy that replays them
     update_batch: UpdateBatch,  # M transitions of one update
     method: Method,
-    graph: bool = False,  # build autograd's graph in the forward pass, as training does
-) -> tuple[Tensor, ...]:  # (M, ...) each, in the order of the update batch
-    """Compute the statistics of an update's transitions, detached, in the batches that training uses.
+    # True: run the forward passes with autograd's graph, as training does, to get the same rounding errors
+    graph: bool = False,
+) -> tuple[Tensor, ...]:  # (M, ...) each, detached, in the order of `update_batch.image`
+    """Replay the M transitions of an update with the current weights, and return the method's transition statistics.
 
-    The log-probability comes first, if the method has one.
+    These are the tensors that the method's hook `transition_stats` returns, concatenated over the forward passes that
+    training will use. If the method has log-probabilities, the first is the log-probability (M,). If image sizes differ,
+    tensors with one entry per token are padded with zeros. Raises InputError if the hook returns malformed tensors.
     """
     idle_batches = [update_batch.batches[0][:1]] * update_batch.idle_forwards
     stats_of_batches = []
-    # A compiled forward pass gives different numbers with and without a graph, so it always gets one.
+    # A compiled forward pass gives different numbers with and without a graph, so it always runs with one.
     with torch.set_grad_enabled(graph or context.policy.compiled):
         for batch in [*update_batch.batches, *idle_batches]:
             transition_stats, _ = replay_transitions(
                 context=context,
                 method=method,
-                image=update_batch.image[batch],
-                index=update_batch.step[batch],
-                anchor=False,
+                image_index=update_batch.image[batch],
+                step_index=update_batch.step[batch],
+                with_penalty=False,
             )
             stats_of_batches.append([x.detach() for x in transition_stats])
 
@@ -179,19 +193,21 @@ def compute_transition_stats(
 # %% ../../nbs/07_training/08_gradient.ipynb #8bcdfa43
 def chunk_means(
     statistic: Tensor,  # (M, ...), of each transition
-    segment: Tensor,  # (M,), number of each transition's chunk sample
+    chunk_sample_ids: Tensor,  # (M,), number of each transition's chunk sample, 0 ... N-1
 ) -> Tensor:  # (N, ...)
-    """Average the statistic over the transitions of each chunk sample."""
+    """Average a statistic over the transitions of each chunk sample."""
     return torch.segment_reduce(
-        statistic[segment.argsort(stable=True)], "mean", lengths=segment.bincount()
+        statistic[chunk_sample_ids.argsort(stable=True)],
+        "mean",
+        lengths=chunk_sample_ids.bincount(),
     )
 
 
 def chunk_groups(
-    context: ReplayContext,  # with the prompt of every image
-    update_batch: UpdateBatch,  # N chunk samples
+    context: ReplayContext,  # its trajectories give the prompt of every image
+    update_batch: UpdateBatch,  # of N chunk samples
 ) -> Tensor:  # (N,) long
-    """Return the group number of each chunk sample; those of the same prompt and chunk number form a group."""
+    """Return a group number for each chunk sample, equal if prompt and chunk number are equal."""
     return (
         context.trajectories.prompt_index[update_batch.chunk_image]
         * (int(update_batch.chunk.max()) + 1)
@@ -200,42 +216,42 @@ def chunk_groups(
 
 
 def chunk_positions_in_group(
-    method: Method,  # its settings say how many images a group has
-    update_batch: UpdateBatch,  # N chunk samples
-) -> Tensor:  # (N,) long
-    """Return the position, within its group, of the image of each chunk sample."""
+    method: Method,  # its settings give the number of images per group, G
+    update_batch: UpdateBatch,  # of N chunk samples
+) -> Tensor:  # (N,) long, 0 ... G - 1
+    """Return the number of each chunk sample's image in its group."""
     return update_batch.chunk_image % method.settings.images_per_prompt
 
 
 def max_ratio_error(
-    new: Tensor,  # (M,) log-probabilities
+    new: Tensor,  # (M,) log-probabilities of the transitions
     old: Tensor,  # (M,) log-probabilities under the same weights, computed in another way
     update_batch: UpdateBatch,  # M transitions of N chunk samples
 ) -> float:
-    """Return the largest |ratio - 1| of a chunk sample between two log-probabilities under the same weights.
+    """Return the largest |ratio - 1| over the chunk samples, which only rounding errors cause.
 
-    A clip range below this ratio error would clip numerical noise.
+    Without rounding errors every ratio would be 1, because the weights are the same. A clip range below this ratio
+    error would clip numerical noise.
     """
-    return (
-        (chunk_means(new - old.to(new), update_batch.segment.to(new.device)).exp() - 1)
-        .abs()
-        .max()
-        .item()
-    )
+    log_ratio = chunk_means(new - old.to(new), update_batch.segment.to(new.device))
+    return (log_ratio.exp() - 1).abs().max().item()
 
 # %% ../../nbs/07_training/08_gradient.ipynb #993f3da1
 def _objective_slopes(
     method: Method,
     terms: ChunkTerms,  # of N chunk samples
 ) -> Tensor:  # (N, ...), of the statistic's shape
-    """Compute the derivative of every chunk sample's objective with respect to its mean statistic."""
+    """Compute the derivative of each chunk sample's objective with respect to its mean statistic.
+
+    Raises InputError if the method's `objective` is malformed, or drops the gradient although an advantage is not 0.
+    """
     with torch.enable_grad():
         statistic = terms.statistic.detach().requires_grad_()
         is_first_call = "objective" not in method.checked
         # A method may write into its arguments, so it gets copies.
         objective = method.objective(replace(terms, statistic=statistic).copy())
         count = len(terms.advantage)
-        check_floats(method, "objective", value=objective, shape=(count,), names="(N,)")
+        check_floats(method, "objective", value=objective, shape=(count,), shape_names="(N,)")
         if objective.requires_grad:
             return torch.autograd.grad(objective.sum(), statistic)[0]
         if is_first_call and bool(terms.advantage.any()):
@@ -250,17 +266,17 @@ def _objective_slopes(
 def _transition_coefficients(
     method: Method,
     terms: ChunkTerms,  # of N chunk samples
-    segment: Tensor,  # (M,) number of each transition's chunk sample
+    chunk_sample_ids: Tensor,  # (M,) number of each transition's chunk sample, 0 ... N-1
     weight: Tensor | None,  # (N,) weight of each chunk sample's objective; None: all 1
 ) -> Tensor:  # (M, ...)
-    """Compute the derivative of the mean objective with respect to the statistic of each transition."""
-    sizes = segment.bincount()
+    """Compute the derivative of the mean objective of N chunk samples with respect to each transition's statistic."""
+    sizes = chunk_sample_ids.bincount()
     slopes = _objective_slopes(method, terms)
     trailing = [1] * (slopes.ndim - 1)
     if weight is not None:
         slopes = slopes * weight.reshape(-1, *trailing)
     # 1 / N for the mean over chunk samples, 1 / size for the mean over a chunk sample's transitions
-    return (slopes / (len(sizes) * sizes).reshape(-1, *trailing))[segment]
+    return (slopes / (len(sizes) * sizes).reshape(-1, *trailing))[chunk_sample_ids]
 
 
 def _statistics_of_update(
@@ -282,9 +298,9 @@ def _statistics_of_update(
             new, _ = replay_transitions(
                 context=context,
                 method=method,
-                image=update_batch.image[batch],
-                index=update_batch.step[batch],
-                anchor=False,
+                image_index=update_batch.image[batch],
+                step_index=update_batch.step[batch],
+                with_penalty=False,
             )
             before = new if old is None else _select_without_padding(old, batch, new)
             statistics.append(method.statistic(new, before))
@@ -295,81 +311,85 @@ def _statistics_of_update(
 def gradient_coefficients(
     context: ReplayContext,  # trajectories and the policy that replays them
     update_batch: UpdateBatch,  # M transitions of N chunk samples
-    adv: Tensor,  # (N,) advantage of every chunk sample
+    advantage: Tensor,  # (N,) of each chunk sample
     method: Method,
     # (M, ...) transition statistics before the first update; None: on-policy
     old: tuple[Tensor, ...] | None = None,
     weight: Tensor | None = None,  # (N,) weight of each chunk sample's objective; None: all 1
 ) -> Callable[[Tensor, Tensor], Tensor]:  # positions (m,) and their statistics (m, ...) -> (m, ...)
-    """Return a function that computes the coefficients of a batch's transitions, without graph.
+    """Return a function that computes the gradient's coefficients for a batch of transitions, without graph.
 
-    A coefficient is the derivative of the mean objective of all N chunk samples with respect to the transition's
-    statistic.
+    The function gets the positions (m,) of the transitions in the update and their statistics (m, ...). A coefficient
+    is the derivative of the mean objective of all N chunk samples with respect to the transition's statistic.
     """
-    segment = update_batch.segment.to(adv.device)
-    group = chunk_groups(context, update_batch).to(adv.device)
-    member = chunk_positions_in_group(method, update_batch).to(adv.device)
+    chunk_sample_ids = update_batch.segment.to(advantage.device)
+    group = chunk_groups(context, update_batch).to(advantage.device)
+    member = chunk_positions_in_group(method, update_batch).to(advantage.device)
 
     # If a chunk sample spans several batches, or its objective depends on other chunk samples of its group, the means of
     # all chunk samples are needed first, from a pass of their own.
     if not update_batch.chunk_samples_fit or method.needs_group:
         if old is None and method.has_ratio and not method.needs_group:
             # Nothing has changed, so every log-ratio is 0 and needs no forward pass.
-            shape = (len(adv), method.statistic_size) if method.statistic_size > 0 else (len(adv),)
-            means = torch.zeros(shape, dtype=adv.dtype, device=adv.device)
+            shape = [len(advantage)]
+            if method.statistic_size > 0:
+                shape.append(method.statistic_size)
+            means = torch.zeros(shape, dtype=advantage.dtype, device=advantage.device)
         else:
             statistics = _statistics_of_update(context, update_batch, method=method, old=old)
-            means = chunk_means(statistics, segment)
-        terms = ChunkTerms(statistic=means, advantage=adv, group=group, member=member)
-        coefficient = _transition_coefficients(method, terms, segment=segment, weight=weight)
+            means = chunk_means(statistics, chunk_sample_ids)
+        terms = ChunkTerms(statistic=means, advantage=advantage, group=group, member=member)
+        coefficient = _transition_coefficients(
+            method, terms, chunk_sample_ids=chunk_sample_ids, weight=weight
+        )
         return lambda batch, statistic: coefficient[batch]
 
     def coefficients_of_batch(batch: Tensor, statistic: Tensor) -> Tensor:
-        """Compute the coefficients of a batch from its own statistics."""
-        samples, local_segment = segment[batch].unique(return_inverse=True)
+        """Compute the coefficients of a batch that holds whole chunk samples, from its own statistics."""
+        samples, local_ids = chunk_sample_ids[batch].unique(return_inverse=True)
         coefficients = _transition_coefficients(
             method=method,
             terms=ChunkTerms(
-                statistic=chunk_means(statistic, local_segment),
-                advantage=adv[samples],
+                statistic=chunk_means(statistic, local_ids),
+                advantage=advantage[samples],
                 group=group[samples],
                 member=member[samples],
             ),
-            segment=local_segment,
+            chunk_sample_ids=local_ids,
             weight=None if weight is None else weight[samples],
         )
         # Rescale from the mean over the batch's chunk samples to the mean over all chunk samples.
-        return coefficients * len(samples) / len(adv)
+        return coefficients * len(samples) / len(advantage)
 
     return coefficients_of_batch
 
 # %% ../../nbs/07_training/08_gradient.ipynb #1215b1ae
 @dataclass(frozen=True)
 class UpdateStats:
-    """Hold the measurements of one update; its gradients are in the weights."""
+    """Hold the measurements of one update, taken before its optimizer step."""
 
-    # what `chunk_metrics` returned before the step: (N,) values of the chunk samples, keyed by name
+    # what the method's `chunk_metrics` returned: (N,) values of the chunk samples, keyed by name
     items: dict[str, Tensor]
-    objective: float  # mean objective, without the anchor's penalty
-    kl: float  # mean KL term, not yet multiplied by the setting `kl`
+    objective: float  # mean objective of the chunk samples, without the KL term
+    kl: float  # mean KL term, before multiplication by the setting `kl`
 
 
 def check_chunk_metrics(
     method: Method,
     items: object,  # what `chunk_metrics` returned
-    count: int,  # N, number of chunk samples
+    sample_count: int,  # N, number of chunk samples
 ) -> None:
-    """Raise InputError unless `chunk_metrics` returned tensors (N,) keyed by name.
+    """Raise InputError unless `chunk_metrics` returned at least one tensor (N,), keyed by name.
 
-    Only the first call checks anything.
+    Once a method has passed, later calls return at once.
     """
     if "chunk_metrics" in method.checked:
         return
-    allowed = f"tensors of shape (N,), here ({count},), by name"
+    allowed = f"tensors of shape (N,), here ({sample_count},), by name"
     if not isinstance(items, dict) or not items:
         raise return_value_error(method=method, hook="chunk_metrics", allowed=allowed, value=items)
     for value in items.values():
-        if not (isinstance(value, Tensor) and value.shape == (count,)):
+        if not (isinstance(value, Tensor) and value.shape == (sample_count,)):
             raise return_value_error(
                 method=method, hook="chunk_metrics", allowed=allowed, value=value
             )
@@ -380,7 +400,7 @@ def _chunk_advantages(
     advantage: Tensor,  # (B,) of every image, or (B, T) of every transition
     update_batch: UpdateBatch,  # N chunk samples
 ) -> Tensor:  # (N,)
-    """Return the advantage of each chunk sample: that of its image, or the mean over its transitions."""
+    """Return the advantage of each chunk sample: that of its image, or the mean over the chunk's transitions."""
     if advantage.ndim == 1:
         return advantage[update_batch.chunk_image]
     return chunk_means(advantage[update_batch.image, update_batch.step], update_batch.segment)
@@ -390,13 +410,13 @@ def _kl_weight(
     method: Method,
     advantage: Tensor,  # (N,), of each chunk sample
 ) -> Tensor | None:  # (N,); None: 1 for all
-    """Return the factor of each chunk sample's KL term; raise InputError if the method's `kl_weight` is malformed."""
+    """Return the method's factor of each chunk sample's KL term; raise InputError if it is malformed."""
     if not method.settings.kl:
         return None
     weight = method.kl_weight(advantage.clone())
     if weight is not None:
         check_floats(
-            method=method, hook="kl_weight", value=weight, shape=advantage.shape, names="(N,)"
+            method=method, hook="kl_weight", value=weight, shape=advantage.shape, shape_names="(N,)"
         )
     return weight
 
@@ -407,16 +427,15 @@ def _backward_idle_forwards(
     method: Method,
     backward: Callable[[Tensor], None],  # runs the backward pass of a loss
 ) -> None:
-    """Run the update's idle forward and backward passes, whose gradients are zero."""
+    """Run the update's idle forward and backward passes, which add a gradient of zero."""
     for _ in range(update_batch.idle_forwards):
         transition = update_batch.batches[0][:1]
-        transition_stats, anchor = method.replay(
+        transition_stats, penalty = method.replay(
             context, update_batch.image[transition], update_batch.step[transition]
         )
-        backward(
-            0
-            * sum(x.sum() for x in (*transition_stats, anchor) if x is not None and x.requires_grad)
-        )
+        # A loss of zero that depends on every output runs the whole backward pass.
+        outputs = [x for x in (*transition_stats, penalty) if x is not None and x.requires_grad]
+        backward(0 * sum(x.sum() for x in outputs))
 
 
 def _update_stats(
@@ -424,27 +443,28 @@ def _update_stats(
     update_batch: UpdateBatch,  # M transitions of N chunk samples
     method: Method,
     statistic: Tensor,  # (M, ...), in the order of the batches
-    adv: Tensor,  # (N,) advantage of each chunk sample
+    advantage: Tensor,  # (N,) of each chunk sample
     weight: Tensor | None,  # (N,) weight of each chunk sample's objective; None: all 1
-    kl: float | Tensor,  # mean KL term, not yet multiplied by the setting `kl`
+    kl: float | Tensor,  # mean KL term, before multiplication by the setting `kl`
 ) -> UpdateStats:
     """Compute the measurements of an update from the statistics of its transitions."""
     # Change from the order of the forward passes to that of the update.
-    statistic = statistic[torch.cat(update_batch.batches).argsort().to(adv.device)]
-    means = chunk_means(statistic, update_batch.segment.to(adv.device))
+    device = advantage.device
+    statistic = statistic[torch.cat(update_batch.batches).argsort().to(device)]
+    means = chunk_means(statistic, update_batch.segment.to(device))
     terms = ChunkTerms(
         statistic=means,
-        advantage=adv,
-        group=chunk_groups(context, update_batch).to(adv.device),
-        member=chunk_positions_in_group(method, update_batch).to(adv.device),
+        advantage=advantage,
+        group=chunk_groups(context, update_batch).to(device),
+        member=chunk_positions_in_group(method, update_batch).to(device),
     )
     sample_objective = method.objective(terms.copy())
     if weight is not None:
         sample_objective = sample_objective * weight
     objective = sample_objective.mean().item()
     slopes = _objective_slopes(method, terms)
-    items = method.chunk_metrics(means, slopes, adv, sample_objective)
-    check_chunk_metrics(method, items, len(adv))
+    items = method.chunk_metrics(means, slopes, advantage, sample_objective)
+    check_chunk_metrics(method, items, len(advantage))
     return UpdateStats(items=items, objective=objective, kl=float(kl))
 
 
@@ -455,29 +475,36 @@ def accumulate_gradients(
     method: Method,
     # (M, ...) transition statistics before the first update; None: on-policy
     old: tuple[Tensor, ...] | None = None,
-    # makes the context of each batch's passes; called with True for the last batch, else with False
+    # returns the context of a batch's passes; its argument is True for the update's last batch, where processes
+    # exchange gradients
     sync: Callable[[bool], Any] = lambda last: contextlib.nullcontext(),
     # runs the backward pass of a batch's loss
     backward: Callable[[Tensor], None] = Tensor.backward,
     # number of chunk samples to divide by; None: their number in the update batch
     samples_in_mean: float | None = None,
 ) -> UpdateStats:
-    """Add the gradient of the negative objective to the gradients of the weights, and return measurements.
+    """Replay the update's transitions, and add the gradient of the loss to the `grad` of the trained weights.
 
-    The objective is a mean over chunk samples, minus `kl` times the mean KL term.
-    Raises InputError if the method's hooks return malformed tensors, or a statistic without gradient.
+    The loss is minus the mean objective of the chunk samples, plus `kl` times their mean KL term. The optimizer step is
+    left to the caller. Raises InputError if the method's hooks return malformed tensors, or a statistic without
+    gradient.
     """
-    adv = _chunk_advantages(advantage, update_batch).to(context.policy.device)
-    kl_advantage = adv  # for the KL term, which transition weights do not scale
+    chunk_advantage = _chunk_advantages(advantage, update_batch).to(context.policy.device)
+    kl_advantage = chunk_advantage  # for the KL term, which transition weights do not scale
 
     # A weight scales a chunk sample's objective. If the objective is proportional to the advantage, scale that instead.
-    weight = None if update_batch.weight is None else update_batch.weight.to(adv)
+    weight = None if update_batch.weight is None else update_batch.weight.to(chunk_advantage)
     if weight is not None and method.is_proportional:
-        adv = adv * weight
+        chunk_advantage = chunk_advantage * weight
         weight = None
 
     coefficients = gradient_coefficients(
-        context=context, update_batch=update_batch, adv=adv, method=method, old=old, weight=weight
+        context=context,
+        update_batch=update_batch,
+        advantage=chunk_advantage,
+        method=method,
+        old=old,
+        weight=weight,
     )
     # the weight of each transition in a mean over chunk samples
     share = 1 / (
@@ -493,11 +520,11 @@ def accumulate_gradients(
     for n, batch in enumerate(update_batch.batches):
         # Processes exchange gradients once, at the last backward pass.
         with sync(n == len(update_batch.batches) - 1):
-            new, anchor = replay_transitions(
+            new, penalty = replay_transitions(
                 context=context,
                 method=method,
-                image=update_batch.image[batch],
-                index=update_batch.step[batch],
+                image_index=update_batch.image[batch],
+                step_index=update_batch.step[batch],
             )
 
             # On-policy, the old statistics equal the new ones, but are constants.
@@ -515,13 +542,15 @@ def accumulate_gradients(
 
             # The coefficients are constants, so this loss has the objective's gradient but not its value.
             loss = -(coefficients(batch, statistic.detach()) * statistic).sum()
-            if anchor is not None:
-                anchor = (kl_share[batch].to(anchor) * anchor).sum()
-                loss = loss + method.settings.kl * anchor
-                kl = kl + anchor.detach()
+            if penalty is not None:
+                batch_kl = (kl_share[batch].to(penalty) * penalty).sum()
+                loss = loss + method.settings.kl * batch_kl
+                kl = kl + batch_kl.detach()
 
             # A backward pass per batch frees its activations before the next forward pass.
-            backward(loss if samples_in_mean is None else loss * (len(adv) / samples_in_mean))
+            if samples_in_mean is not None:
+                loss = loss * (len(chunk_advantage) / samples_in_mean)
+            backward(loss)
             statistics.append(statistic.detach())
 
     # All processes with sharded weights must run the same number of passes.
@@ -533,7 +562,7 @@ def accumulate_gradients(
         update_batch=update_batch,
         method=method,
         statistic=torch.cat(statistics),
-        adv=adv,
+        advantage=chunk_advantage,
         weight=weight,
         kl=kl,
     )

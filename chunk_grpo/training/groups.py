@@ -40,7 +40,7 @@ from .state import SET_LATER, TrainingState, rollout_options
 # %% ../../nbs/07_training/11_groups.ipynb #4e6eae61
 @contextlib.contextmanager
 def count_seconds(
-    seconds: dict[str, float],  # seconds so far, keyed by phase; a new phase must give 0
+    seconds: dict[str, float],  # seconds so far, keyed by phase; a defaultdict(float)
     name: str,  # of the phase that runs within this context
 ) -> Iterator[None]:
     """Add the seconds spent in this phase, nested phases excluded, to `seconds[name]`."""
@@ -52,32 +52,34 @@ def count_seconds(
 # %% ../../nbs/07_training/11_groups.ipynb #ca6892ed
 @dataclass(frozen=True)
 class Rollout:
-    """Hold the trajectories, scores and advantages of the B images that an iteration sampled in this process."""
+    """Hold the trajectories, scores and advantages of the B images that this process sampled in an iteration."""
 
     context: ReplayContext  # the trajectories, with all that is needed to replay them
     scores: dict[str, Tensor]  # raw scores of the rewards trained on, (B,) each, keyed by reward
-    combined: Tensor  # (B,), combined rewards, of `combine_rewards`
-    advantage: Tensor  # (B,), or (B, T) of every transition
-    statistics: Tensor  # (B, 3), IMAGE_STATISTICS of the images
-    # seconds of the iteration's phases, keyed by phase; phases after the rollout add theirs
+    combined: Tensor  # (B,), weighted sum of the rewards, from `combine_rewards`
+    advantage: Tensor  # (B,) of each image, or (B, T) of each transition
+    statistics: Tensor  # (B, 3), with the columns IMAGE_STATISTICS
+    # seconds of the iteration's phases, keyed by phase; later phases are added to it
     seconds: dict[str, float]
 
 
 def _prepare_groups(
     state: TrainingState,
-    count: int,  # images per prompt
-    names: Iterable[str],  # of the rewards that will score the images
+    images_per_prompt: int,
+    reward_names: Iterable[str],  # of the rewards that will score the images
 ) -> tuple[list[int], list[ImageKey], Tensor, StreamingScores]:
-    """Choose this process's prompts of the iteration, name their images, and set up their scoring.
+    """Select this process's prompts of the iteration, and prepare the sampling and scoring of their images.
 
-    Returns the prompts' positions in the list, the keys of the images, the index of each image's prompt among
-    these prompts, and the object that scores the images as they arrive.
+    Returns the P prompts' positions in the list of prompts, the keys of the B images, the index (B,) of each image's
+    prompt among the P prompts, and the object that scores the images as they arrive.
     """
     prompt_ids = state.local_prompts(state.iteration)
     seed = state.settings.seed
-    keys = [ImageKey(seed, state.iteration, p, g) for p in prompt_ids for g in range(count)]
-    prompt_index = torch.arange(len(prompt_ids)).repeat_interleave(count)
-    scorers = {name: state.rewards[name] for name in names}
+    keys = [
+        ImageKey(seed, state.iteration, p, g) for p in prompt_ids for g in range(images_per_prompt)
+    ]
+    prompt_index = torch.arange(len(prompt_ids)).repeat_interleave(images_per_prompt)
+    scorers = {name: state.rewards[name] for name in reward_names}
     prompt_per_image = [key.prompt for key in keys]
     streaming_scores = StreamingScores(
         executor=state.executor,
@@ -91,7 +93,10 @@ def _prepare_groups(
 
 
 def sample_groups(state: TrainingState) -> Rollout:
-    """Sample a group of images for each of this process's prompts, score them, and compute their advantages."""
+    """Sample a group of images for each of this process's prompts, score them, and compute their advantages.
+
+    Every process must call this function, because advantages may compare the groups of all processes.
+    """
     settings = state.settings
     method = state.method
     seconds = defaultdict(float)
@@ -174,7 +179,7 @@ def check_rollout_is_finite(
     rollout: Rollout,
     iteration: int,  # 0, 1, ...
 ) -> None:
-    """Raise InputError unless all advantages and log-probabilities of an iteration are finite."""
+    """Raise InputError if an advantage or a log-probability of an iteration is infinite or NaN."""
     if not torch.isfinite(rollout.advantage).all():
         raise InputError(
             "`reward` must return scores with a finite mean and standard deviation; those of iteration "
@@ -192,10 +197,10 @@ def check_rollout_is_finite(
 def score_base(
     state: TrainingState,
     rollout: Rollout,  # of this iteration
-) -> dict[str, Tensor]:  # raw scores of `baseline_images` images per prompt, keyed by reward
-    """Sample images with the base for this process's prompts, from the same noise as each group's first images.
+) -> dict[str, Tensor]:  # raw scores (P * baseline_images,), keyed by reward
+    """Sample `baseline_images` per prompt with the base's weights, and return their scores.
 
-    Returns the scores of these images.
+    The prompts are those of this process's groups, and the noise is that of each group's first images.
     """
     settings = state.settings
     context = rollout.context
@@ -219,11 +224,16 @@ def score_base(
 # %% ../../nbs/07_training/11_groups.ipynb #4a9a3a21
 def measure_profile(
     state: TrainingState,  # its `profile` is set to the mean distances
-    paths: Trajectories,  # of the iteration, in the first one sampled by the base
+    trajectories: Trajectories,  # of this process in the iteration; the base sampled those of the first iteration
 ) -> dict:  # content of profile.json
-    """Measure how far each transition moves the latents, averaged over all processes, and set `state.profile`."""
-    settings, sampler = state.settings, paths.sampler
-    gathered: Any = state.accelerator.gather(paths.distance.to(state.accelerator.device))
+    """Measure the mean relative distance (15) of each transition over the images of all processes.
+
+    Sets `state.profile` to these means (T,), and returns the content of profile.json. Every process must call this
+    function.
+    """
+    settings = state.settings
+    sampler = trajectories.sampler
+    gathered: Any = state.accelerator.gather(trajectories.distance.to(state.accelerator.device))
     distance = gathered.cpu().double()
     grid = sampler.sigmas
     # Assign a merged transition to the step where it begins; the steps that it skips get distance 0.
@@ -235,7 +245,9 @@ def measure_profile(
         )
     state.profile = distance.mean(0)
     # Images of different sizes have different numbers of latent dimensions.
-    numel = {} if paths.sizes is not None else {"latent_numel": paths.latents[0, 0].numel()}
+    numel = {}
+    if trajectories.sizes is None:
+        numel = {"latent_numel": trajectories.latents[0, 0].numel()}
     return {
         "kind": "l1",
         "sampler": settings.sampler,

@@ -23,7 +23,7 @@ from .rollout import Trajectories
 def describe_value(
     value: object,  # what a function returned
 ) -> str:
-    """Describe a value for an error message: a tensor by dtype and shape, anything else by its type."""
+    """Describe a value for an error message: a tensor by its dtype and shape, anything else by its type."""
     if not isinstance(value, Tensor):
         return f"a {type(value).__name__}"
     broken = "" if bool(value.isfinite().all()) else " with numbers that are not finite"
@@ -33,10 +33,10 @@ def describe_value(
 def return_value_error(
     method: Any,  # an instance of `Method`
     hook: str,  # name of the method's function
-    allowed: str,  # description of what it must return
+    allowed: str,  # what it must return, a noun phrase for the error message
     value: object,  # what it returned
 ) -> InputError:
-    """Build the error that says what a method's function must return and what it returned."""
+    """Build the error that names a hook, what it must return, and what it returned."""
     return InputError(
         f"`{hook}` of {method.settings.method} must return {allowed}; got {describe_value(value)}"
     )
@@ -46,22 +46,24 @@ def check_floats(
     method: Any,  # an instance of `Method`
     hook: str,  # name of the method's function
     value: object,  # what it returned
-    shape: tuple[int, ...],  # that the value must have
-    names: str,  # of the dimensions, for the error message, such as (P, G)
+    shape: tuple[int, ...],  # required shape
+    shape_names: str,  # names of the dimensions for the error message, such as "(P, G)"
     finite: bool = True,  # False: infinite and NaN values are allowed
 ) -> None:
     """Raise InputError unless the hook returned finite floating-point numbers of the required shape.
 
-    Only the first call for a hook checks anything.
+    Once a hook has passed, later calls return at once.
     """
     if hook in method.checked:
         return
-    has_shape = isinstance(value, Tensor) and value.is_floating_point() and value.shape == shape
-    if not has_shape or finite and not bool(value.isfinite().all()):
+    is_valid = isinstance(value, Tensor) and value.is_floating_point() and value.shape == shape
+    if is_valid and finite:
+        is_valid = bool(value.isfinite().all())
+    if not is_valid:
         raise return_value_error(
             method=method,
             hook=hook,
-            allowed=f"finite floating-point numbers of shape {names}, here {tuple(shape)}",
+            allowed=f"finite floating-point numbers of shape {shape_names}, here {tuple(shape)}",
             value=value,
         )
     method.checked.add(hook)
@@ -71,13 +73,13 @@ def check_floats(
 def forbid_writes(
     method: Any,  # an instance of `Method`
     hook: str,  # name of the method's function that is called within this context
-    paths: Trajectories,  # that the function may read but not change
+    trajectories: Trajectories,  # which the function may read but not change
 ) -> Iterator[None]:
-    """Raise InputError if a tensor of the trajectories is written into within this context."""
+    """Raise InputError if code within this context writes into a tensor of the trajectories."""
     tensors = {
-        "latents": paths.latents,
-        "log_probs": paths.log_probs,
-        "prompt_index": paths.prompt_index,
+        "latents": trajectories.latents,
+        "log_probs": trajectories.log_probs,
+        "prompt_index": trajectories.prompt_index,
     }
     # PyTorch increases a tensor's version with every write into it.
     versions = {name: x._version for name, x in tensors.items()}
@@ -92,12 +94,12 @@ def forbid_writes(
 
 def reference_decay(
     method: Any,  # an instance of `Method`
-    name: str,  # of reference weights that the method keeps
+    name: str,  # of reference weights, a key of the method's `reference_decays`
     iteration: int,  # the one just finished: 0, 1, ...
-) -> float:
-    """Return the decay with which reference weights are averaged after an iteration.
+) -> float:  # 0: copy the current weights; 1: leave the reference weights as they are
+    """Return the decay of the moving average with which reference weights are updated after an iteration.
 
-    Raises InputError unless the method's decay is a number from 0 to 1.
+    Raises InputError if the method returns anything but a number from 0 to 1.
     """
     decay = method.reference_decays[name](iteration)
     if isinstance(decay, bool) or not isinstance(decay, int | float) or not 0 <= decay <= 1:
@@ -110,9 +112,9 @@ def reference_decay(
 # %% ../../nbs/07_training/04_hook_checks.ipynb #73efad8b
 def is_integer_tensor(
     value: object,  # what a hook returned
-    dimensions: int,  # number of dimensions that it must have
+    dimensions: int,  # required number of dimensions
 ) -> bool:
-    """Return True if the value is an int32 or int64 tensor with this number of dimensions."""
+    """Return True if the value is an int32 or int64 tensor with the required number of dimensions."""
     return (
         isinstance(value, Tensor)
         and value.dtype in (torch.int64, torch.int32)
@@ -125,11 +127,11 @@ def check_partition(
     sampler: Sampler,
     trainable_steps: Tensor,  # what `trainable_steps` returned
     chunks: Chunks | list[Chunks],  # what `partition` returned
-    images: int,  # B, number of images in this process
+    image_count: int,  # B, number of images in this process
 ) -> None:
-    """Raise InputError unless the chunks cover exactly the trainable steps, and these are valid.
+    """Raise InputError unless the trainable steps are valid and every image's chunks cover exactly these.
 
-    Only the first call checks anything.
+    Once a method has passed, later calls return at once.
     """
     if "partition" in method.checked:
         return
@@ -149,12 +151,12 @@ def check_partition(
         )
     partitions = [chunks] if isinstance(chunks, Chunks) else chunks
     if not isinstance(partitions, list | tuple) or not (
-        isinstance(chunks, Chunks) or len(partitions) == images
+        isinstance(chunks, Chunks) or len(partitions) == image_count
     ):
         raise return_value_error(
             method=method,
             hook="partition",
-            allowed=f"chunks for all images, or a list of {images}",
+            allowed=f"chunks for all images, or a list of {image_count}",
             value=chunks,
         )
     for partition in partitions:
@@ -171,21 +173,21 @@ def check_partition(
 def check_selected_chunks(
     method: Any,  # an instance of `Method`
     chosen: Tensor,  # what `select_chunks` returned
-    images: int,  # B, number of images in this process
-    count: int,  # K, largest number of chunks of an image
+    image_count: int,  # B, number of images in this process
+    chunk_count: int,  # K, largest number of chunks of an image
 ) -> None:
-    """Raise InputError unless the selected chunks are a tensor (B, k) of existing chunk numbers, or -1 for none.
+    """Raise InputError unless `select_chunks` returned an integer tensor (B, k) of chunk numbers, 0 to K - 1.
 
-    Only the first call checks anything.
+    The number -1 stands for no chunk. Once a method has passed, later calls return at once.
     """
     if "select_chunks" in method.checked:
         return
-    has_shape = is_integer_tensor(chosen, 2) and len(chosen) == images and chosen.shape[1] > 0
-    if not (has_shape and -1 <= int(chosen.min()) and 0 <= int(chosen.max()) < count):
+    has_shape = is_integer_tensor(chosen, 2) and len(chosen) == image_count and chosen.shape[1] > 0
+    if not (has_shape and -1 <= int(chosen.min()) and 0 <= int(chosen.max()) < chunk_count):
         raise return_value_error(
             method=method,
             hook="select_chunks",
-            allowed=f"numbers of chunks from 0 to {count - 1}, or -1, of shape (B, k), here ({images}, k)",
+            allowed=f"numbers of chunks from 0 to {chunk_count - 1}, or -1, of shape (B, k), here ({image_count}, k)",
             value=chosen,
         )
     method.checked.add("select_chunks")

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['Method', 'make_options', 'group_shares_state', 'list_completions', 'ratio_metrics', 'mean_iteration_counts',
-           'check_settings_of_method', 'check_sampled_steps']
+           'check_settings_of_method', 'iterations_to_check', 'check_sampled_steps']
 
 # %% ../../nbs/07_training/05_method.ipynb #ae000005
 import difflib
@@ -48,7 +48,7 @@ class Method:
     options from `self.options`.
     """
 
-    # a dataclass of the method's own options, set by `method.NAME=VALUE`; None: no options
+    # dataclass of the options that only this method has, set by `method.NAME=VALUE`; None: no options
     Options: type | None = None
 
     # True: `statistic` compares the current weights with those before the first update, so it is 0 in that update
@@ -57,23 +57,24 @@ class Method:
     has_log_prob = True
     # True: a chunk sample's objective depends on the other chunk samples of its group
     needs_group = False
-    # how many numbers a transition's statistic consists of; 0: a single one, without a dimension of its own
+    # number of columns of `statistic`, which then returns (m, statistic_size); 0: it returns (m,)
     statistic_size = 0
-    # how many of these numbers are log-ratios; they come first
+    # number of these columns that are log-ratios; they come first
     ratio_count = 1
-    # reference weights that the method keeps, by name: a function iteration -> decay of their moving average
+    # reference weights that the method keeps, keyed by name: functions of the iteration that return the decay of
+    # their moving average, from 0 (copy the current weights) to 1 (leave the reference as it is)
     reference_decays: Mapping[str, Callable[[int], float]] = {}
     # name of the reference weights with which images are sampled; None: the current weights
     sampling_reference: str | None = None
-    # references whose velocities `transition_stats` also gets: "base", or names in `reference_decays`
+    # references whose velocities `transition_stats` gets too: "base", or names in `reference_decays`
     references: tuple[str, ...] = ()
-    # settings that must have these values
+    # required value of each setting, keyed by the setting's name
     required_settings: Mapping[str, object] = {}
-    # why, as a verb phrase for the error message, such as "trains levels of final images"
+    # reason for these requirements, a verb phrase for the error message, such as "trains levels of final images"
     requirement_reason = ""
 
     def __init__(self, settings: Settings):
-        # names of the functions whose returned values have been checked
+        # names of the hooks whose first return value has been checked
         self.checked: set[str] = set()
         self.settings = settings
         self.options = make_options(type(self).Options, settings)
@@ -107,7 +108,7 @@ class Method:
 
     @property
     def is_proportional(self) -> bool:
-        """Return True if a chunk sample's objective is known to be proportional to its advantage."""
+        """Return True if the package's objective is used, and it is proportional to the advantage."""
         return (
             type(self).objective is Method.objective
             and self.surrogate is not None
@@ -120,7 +121,7 @@ class Method:
         self,
         iteration: int,  # 0, 1, ...
     ) -> Sampler:
-        """Return the sampler with which an iteration samples its trajectories."""
+        """Return the sampler of an iteration: its noise levels, and the noise strength of each transition."""
         settings = self.settings
         grid = self.sigmas
         eta = self.window.strengths(len(grid) - 2, settings.eta, iteration, settings.seed)
@@ -141,7 +142,7 @@ class Method:
         self,
         sampler: Sampler,  # of an iteration
     ) -> Tensor:
-        """Return the indices of the transitions that may be trained, (n,) long and increasing."""
+        """Return the indices of the n transitions that may be trained, (n,) long and increasing."""
         return sampler.stochastic
 
     # What is an image's advantage?
@@ -151,9 +152,10 @@ class Method:
         scores: dict[str, Tensor],  # (P, G) each, keyed by reward
         weights: dict[str, float],  # of the rewards in their sum, keyed by reward
     ) -> Tensor:
-        """Return the advantages (P, G) of all groups of an iteration.
+        """Compute the advantage of each image from the scores of all P groups of an iteration, G images per group.
 
-        With `credit_of: all-gains`, a group's G scores are the gains of all chunks of its images.
+        Returns a tensor of the scores' shape. With `credit_of: all-gains`, a row holds the gains of all chunks of a
+        group's images instead of G scores.
         """
         settings = self.settings
         shape = next(iter(scores.values())).shape
@@ -166,13 +168,13 @@ class Method:
         )
         return advantages.reshape(shape)
 
-    # Over what is one ratio taken?
+    # Which transitions share one ratio?
 
     def chunks(
         self,
         profile: Tensor,  # (n,), mean relative distance of each trainable step under the base
-    ) -> Chunks:
-        """Divide the trainable steps into chunks."""
+    ) -> Chunks:  # their sizes add up to n
+        """Divide the n trainable steps into chunks of consecutive steps; the transitions of a chunk share one ratio."""
         rule = self.settings.chunk_rule
         if self.chunker is not None:
             returned = self.chunker(profile)
@@ -185,17 +187,19 @@ class Method:
 
     def partition(
         self,
-        paths: Trajectories,  # trajectories of B images
+        trajectories: Trajectories,  # of B images
         profile: Tensor,  # (T,) mean relative distance of each transition under the base
-    ) -> Chunks | list[Chunks]:
-        """Return the chunks of the trajectories: the same for all images or, if adaptive, those of each image."""
+    ) -> (
+        Chunks | list[Chunks]
+    ):  # the same chunks for all images, or a list with those of each image
+        """Divide the trainable steps of an iteration's trajectories into chunks, separately for each image if adaptive."""
         rule = self.settings.chunk_rule
-        trainable_steps = self.trainable_steps(paths.sampler)
+        trainable_steps = self.trainable_steps(trajectories.sampler)
         if rule.kind == "fixed" and self.chunker is None:
             return self.chunks(torch.ones(len(trainable_steps)))
         if not rule.min_size:
             return self.chunks(profile[trainable_steps])
-        distance = paths.distance.cpu()[:, trainable_steps]
+        distance = trajectories.distance.cpu()[:, trainable_steps]
         return chunk_search.adaptive_chunks(distance, rule.min_size)
 
     # Which chunks are trained, and with what weight?
@@ -204,7 +208,7 @@ class Method:
         self,
         iteration: int,  # 0, 1, ...
     ) -> float:
-        """Return the fraction of uniform sampling that is mixed into the chunk weights.
+        """Return the share of equal probabilities that is mixed into the chunk weights (16) in an iteration.
 
         It rises linearly from `weighting_uniform` to 1 over `weighting_anneal` iterations.
         """
@@ -216,15 +220,15 @@ class Method:
 
     def select_chunks(
         self,
-        paths: Trajectories,  # trajectories of B images
+        trajectories: Trajectories,  # of B images
         chunks: Chunks | list[Chunks],  # the same chunks for all images, or those of each image
         profile: Tensor,  # (T,) mean relative distance of each transition under the base
         iteration: int,  # 0, 1, ...
     ) -> Tensor:  # (B, k) long chunk numbers; rows with fewer chunks are filled with -1
-        """Sample the chunks that each image trains."""
+        """Sample the chunks that each image trains in this iteration, from the image's own random numbers."""
         settings = self.settings
         return sample_chunks(
-            paths,
+            trajectories,
             chunks,
             fraction=settings.chunk_fraction,
             weighting=settings.chunk_weighting,
@@ -232,16 +236,17 @@ class Method:
             uniform=self.uniform_share(iteration),
             temperature=settings.weighting_temperature,
             profile=profile,
-            trainable_steps=self.trainable_steps(paths.sampler),
+            trainable_steps=self.trainable_steps(trajectories.sampler),
         )
 
     def transition_weights(
         self,
         sampler: Sampler,  # of an iteration
-    ) -> Tensor | None:  # (T,); None: all equal
-        """Return the weight of each transition in the objective.
+    ) -> Tensor | None:  # (T,); None: every weight is 1
+        """Return the weight of each transition in the objective, from the setting `step_weights`.
 
-        The mean weight is 1 over all transitions that any window reaches.
+        The mean weight over all transitions that any window reaches is 1. Raises InputError if the chunk sizes in
+        `step_weights` do not add up to the number of trainable steps.
         """
         weighting = self.settings.step_weights
         trainable_steps = self.trainable_steps(sampler)
@@ -271,24 +276,25 @@ class Method:
     def replay(
         self,
         context: ReplayContext,  # trajectories and the policy that replays them
-        image: Tensor,  # (m,), position of each transition's image in the trajectories
-        index: Tensor,  # (m,), index of each transition in its trajectory
-        anchor: bool = True,  # also compute the anchor's penalty
+        image_index: Tensor,  # (m,), position of each transition's image in the trajectories
+        step_index: Tensor,  # (m,), index of each transition in its trajectory, 0 ... T - 1
+        with_penalty: bool = True,  # also compute the anchor's penalty, if `kl` is above 0
     ) -> tuple[tuple[Tensor, ...], Tensor | None]:
         """Run the policy on stored transitions, and return their statistics and the anchor's penalty.
 
-        The transition statistics are a tuple of tensors (m, ...), with graph. The penalty is (m,), or None without an
-        anchor.
+        The statistics are the tuple of tensors (m, ...) that `transition_stats` returns, with graph. The penalty (m,)
+        is each transition's KL term before multiplication by `kl`, with graph; it is None if `with_penalty` is False or
+        `kl` is 0.
         """
-        latents, target = self.states(context, image, index)
+        latents, target = self.states(context, image_index, step_index)
         sampler = context.trajectories.sampler
 
         # The anchor pulls toward the base, or toward the copy of the weights that `anchor_every` renews.
         reference = "reference" if "reference" in context.reference_weights else "base"
-        anchored = anchor and self.settings.kl > 0
+        anchored = with_penalty and self.settings.kl > 0
         references = [*self.references, reference] if anchored else [*self.references]
         velocity, reference_velocities = context.velocities(
-            latents, image, index=index, reference_names=references
+            latents, image_index, step_index, reference_names=references
         )
         batch = TransitionBatch(
             latents=latents,
@@ -296,9 +302,9 @@ class Method:
             velocity=velocity,
             reference_velocities=reference_velocities,
             sampler=sampler,
-            step=index,
-            image=image,
-            member=image % self.settings.images_per_prompt,
+            step=step_index,
+            image=image_index,
+            member=image_index % self.settings.images_per_prompt,
         )
         transition_stats = self.transition_stats(batch)
         if not anchored:
@@ -307,32 +313,40 @@ class Method:
         reference_velocity = reference_velocities[reference]
         if self.settings.anchor == "transition":
             mean, std = batch.mean_std()
-            reference_mean, _ = sampler.mean_std(reference_velocity, latents, index)
+            reference_mean, _ = sampler.mean_std(reference_velocity, latents, step_index)
             penalty = sampler.kl(mean, reference_mean, std)
         else:
             penalty = (velocity - reference_velocity).square().flatten(1).mean(1)
         if context.anchored is not None:
-            penalty = penalty * context.anchored[image].to(penalty)
+            penalty = penalty * context.anchored[image_index].to(penalty)
         return transition_stats, penalty
 
     def states(
         self,
         context: ReplayContext,  # trajectories and the policy that replays them
-        image: Tensor,  # (m,), position of each transition's image in the trajectories
-        index: Tensor,  # (m,), index of each transition in its trajectory
-    ) -> tuple[Tensor, Tensor]:  # (m, S, C) each
-        """Return the latents at which the velocity is computed, x_i, and the target of its prediction, x_{i+1}."""
-        paths = context.trajectories
+        image_index: Tensor,  # (m,), position of each transition's image in the trajectories
+        step_index: Tensor,  # (m,), index of each transition in its trajectory, 0 ... T - 1
+    ) -> tuple[Tensor, Tensor]:  # (m, S, C) each, float32, on the policy's device
+        """Return the latents at which the velocity is computed, and the latents that its prediction should match.
+
+        Here these are the stored x_i and x_{i+1}. A method that trains noised final images returns others.
+        """
+        trajectories = context.trajectories
         device = context.policy.device
-        current = paths.latents_at(image, index).float().to(device)
-        following = paths.latents_at(image, index + 1).float().to(device)
+        current = trajectories.latents_at(image_index, step_index).float().to(device)
+        following = trajectories.latents_at(image_index, step_index + 1).float().to(device)
         return current, following
 
     def transition_stats(
         self,
         batch: TransitionBatch,  # m transitions
     ) -> tuple[Tensor, ...]:  # (m, ...) each
-        """Compute the statistics of transitions that `statistic` compares; the log-probability (m,) comes first."""
+        """Compute what `statistic` needs of each transition under the current weights, with graph.
+
+        Here the tuple is the log-probability (m,), followed by the mean (m, S, C) and the standard deviation (m,) of the
+        next latents if the setting `statistic` or the surrogate needs them. A method with `has_log_prob` must return
+        the log-probability first.
+        """
         mean, std = batch.mean_std()
         log_prob = batch.sampler.log_prob(batch.target, mean, std)
         if self.settings.statistic == "ratio" and not self.statistic_size:
@@ -344,7 +358,12 @@ class Method:
         new: tuple[Tensor, ...],  # transition statistics of the current weights, with graph
         old: tuple[Tensor, ...],  # transition statistics of the weights before the first update
     ) -> Tensor:  # (m,) or (m, statistic_size)
-        """Compute the statistic of each transition, such as its log-ratio, which chunk samples then average."""
+        """Compare the new transition statistics with the old ones, and return one statistic per transition.
+
+        Here it is the log-ratio or, with the setting `statistic`, another measure of the change. The mean over the
+        transitions of a chunk sample then enters `objective`. If `has_ratio` is False, `old` holds the
+        new values as constants.
+        """
         if len(new) == 1:
             return new[0] - old[0] if self.has_ratio else new[0]
         shift = surrogates.mean_shift_divergence(new[1], old[1], new[2])
@@ -361,8 +380,9 @@ class Method:
     ) -> Tensor:  # (N,)
         """Compute the objective of each chunk sample, to be maximised.
 
-        In a statistic (N, statistic_size) the log-ratio comes first and, for dppo, the divergence second. Every
-        surrogate, built in or a user's, gets tensors of shape (N,) in every method.
+        Step weights multiply it afterwards, and an update maximises the mean over its chunk samples. If the statistic is
+        (N, statistic_size), its first column is the log-ratio and, for dppo, its second column is the divergence. Every
+        surrogate, built in or a user's, gets tensors of shape (N,).
         """
         statistic = terms.statistic
         advantage = terms.advantage
@@ -371,7 +391,11 @@ class Method:
             return self.surrogate(log_ratio, advantage, *shift[:1])
         objective = self.custom_surrogate(log_ratio.exp(), advantage, self.settings.clip_range)
         check_floats(
-            method=self, hook="surrogate", value=objective, shape=advantage.shape, names="(N,)"
+            method=self,
+            hook="surrogate",
+            value=objective,
+            shape=advantage.shape,
+            shape_names="(N,)",
         )
         return objective
 
@@ -379,9 +403,9 @@ class Method:
         self,
         advantage: Tensor,  # (N,), of each chunk sample
     ) -> Tensor | None:  # (N,); None: 1 for all
-        """Return the factor of each chunk sample's KL term, in addition to `kl`.
+        """Return a factor for the KL term of each chunk sample, by which it is multiplied in addition to `kl`.
 
-        Called only if `kl` is above 0.
+        Training calls this function only if `kl` is above 0.
         """
         return None
 
@@ -393,9 +417,9 @@ class Method:
         statistic: Tensor,
         slope: Tensor,  # derivative of the objective with respect to the statistic, of its shape
         advantage: Tensor,  # (N,), of each chunk sample
-        objective: Tensor,  # (N,), objective of each chunk sample
-    ) -> dict[str, Tensor]:  # (N,) each
-        """Return per-chunk-sample values, keyed by name, from which `metrics` computes the metrics."""
+        objective: Tensor,  # (N,), of each chunk sample
+    ) -> dict[str, Tensor]:  # (N,) each, keyed by a name that the method chooses
+        """Return the measurements of each chunk sample of an update, from which `metrics` computes the metrics."""
         if not self.has_ratio:
             return {"loss": -objective}
         if statistic.ndim > 1:  # of several ratios, take the one that is furthest from 1
@@ -405,26 +429,30 @@ class Method:
 
     def metrics(
         self,
-        items: dict[str, Tensor],  # (N,) each, what `chunk_metrics` returned, from all processes
-        chunk: Tensor,  # (N,), chunk number of each chunk sample
-        count: int,  # number of chunks
+        # (N,) each: what `chunk_metrics` returned in all updates of the iteration and all processes
+        measurements: dict[str, Tensor],
+        chunk_number: Tensor,  # (N,) long, chunk number of each chunk sample, from 0
+        chunk_count: int,  # number of chunks of an image
     ) -> dict:
-        """Compute the method's part of a line of metrics, keyed by metric."""
+        """Compute the entries that the method adds to an iteration's line of metrics, keyed by metric."""
         if not self.has_ratio:
-            return {"loss_mean": items["loss"].mean().item()}
+            return {"loss_mean": measurements["loss"].mean().item()}
         return ratio_metrics(
-            ratio=items["ratio"], clipped=items["clipped"], chunk=chunk, count=count
+            ratio=measurements["ratio"],
+            clipped=measurements["clipped"],
+            chunk_number=chunk_number,
+            chunk_count=chunk_count,
         )
 
     def count_trained_per_image(
         self,
         chunks: Chunks | None,  # None: not known before a run
     ) -> float:
-        """Return the mean number of transitions that an image trains in an iteration."""
+        """Return how many transitions an image trains in an iteration on average."""
         return transitions_per_image(self.settings, chunks and chunks.sizes)[1]
 
     def counts(self) -> IterationCounts:
-        """Count the forward passes and scored images of an iteration, as the mean over the run's iterations."""
+        """Count an iteration's forward passes and scored images, averaged over the run's iterations."""
         return mean_iteration_counts(self)
 
     def check(self) -> None:
@@ -438,7 +466,7 @@ def _validate_option(
     kind: Any,  # its type, as annotated in the dataclass
     value: object,  # its value in the settings
 ) -> Any:  # the validated value
-    """Validate an option's value against its type; raise InputError if it has another type."""
+    """Validate an option's value against its annotated type, and return it; raise InputError if it does not fit."""
     try:
         adapter = TypeAdapter(kind, config=ConfigDict(allow_inf_nan=False))
         # YAML has no tuples, so a list may stand for one.
@@ -497,8 +525,12 @@ def group_shares_state(
     sampler: Sampler,  # of an iteration
     start: int,  # index of a transition
 ) -> bool:
-    """Return True if all images of a group are in the same state before the transition `start`."""
-    same_noise = settings.sharing == "group" or settings.shared_noise and not settings.noise_spread
+    """Return True if all images of a group have the same latents before the transition with index `start`.
+
+    This requires that they share their initial noise, and that no transition before `start` adds noise.
+    """
+    has_identical_noise = settings.shared_noise and not settings.noise_spread
+    same_noise = settings.sharing == "group" or has_identical_noise
     return same_noise and not bool((sampler.stochastic < start).any())
 
 
@@ -508,28 +540,30 @@ def list_completions(
     trainable_steps: Tensor,  # (n,) long, the steps that may be trained
     chunks: Chunks | None,  # None: each image has its own chunks
 ) -> list[tuple[int, float]]:  # (forward passes of a completion, completions per image)
-    """List the completions by the ODE that `credit_of` or `completion_strides` require."""
+    """List the completions by the ODE that `credit_of` or `completion_strides` require: one entry per kind."""
     if not (chunks and "gain" in settings.credit_of):
         remaining = len(sampler) - 1 - int(trainable_steps[-1])
         return [
             (math.ceil(remaining / int(stride)), 1.0)
             for stride in settings.completion_strides.split(",")[1:]
         ]
-    starts = [int(trainable_steps[part][0]) for part in chunks.slices]
-    return [
-        (
-            min(len(sampler) - start, settings.completion_steps or settings.steps),
-            1 / settings.images_per_prompt if group_shares_state(settings, sampler, start) else 1.0,
-        )
-        for start in starts
-    ]
+    completions = []
+    for chunk in chunks.slices:
+        start = int(trainable_steps[chunk][0])
+        forwards = min(len(sampler) - start, settings.completion_steps or settings.steps)
+        # If all images of a group share the state before the chunk, one completion serves them all.
+        per_image = 1.0
+        if group_shares_state(settings, sampler, start):
+            per_image = 1 / settings.images_per_prompt
+        completions.append((forwards, per_image))
+    return completions
 
 # %% ../../nbs/07_training/05_method.ipynb #ae000017
 def ratio_metrics(
     ratio: Tensor,  # (N,), of each chunk sample
     clipped: Tensor,  # (N,), 1 if clipping removed the chunk sample's gradient, else 0
-    chunk: Tensor,  # (N,), chunk number of each chunk sample
-    count: int,  # number of chunks
+    chunk_number: Tensor,  # (N,) long, chunk number of each chunk sample, from 0
+    chunk_count: int,  # number of chunks of an image
 ) -> dict:
     """Compute the metrics of importance ratios, keyed by metric.
 
@@ -537,12 +571,13 @@ def ratio_metrics(
     `ratio_dev` (the mean deviation from 1) are lists with one number per chunk, None for a chunk without samples.
     """
     deviation = (ratio - 1).abs()
-    samples = torch.bincount(chunk, minlength=count)
+    samples = torch.bincount(chunk_number, minlength=chunk_count)
     metrics = {"ratio_mean": ratio.mean().item(), "ratio_max_dev": deviation.max().item()}
     for name, values in {"clip_fraction": clipped, "ratio_dev": deviation}.items():
-        totals = torch.bincount(chunk, weights=values.double(), minlength=count)
+        totals = torch.bincount(chunk_number, weights=values.double(), minlength=chunk_count)
         metrics[name] = [
-            (t / n).item() if n else None for t, n in zip(totals, samples, strict=True)
+            (total / count).item() if count else None
+            for total, count in zip(totals, samples, strict=True)
         ]
     return metrics
 
@@ -551,7 +586,7 @@ def _count_iteration(
     method: "Method",
     iteration: int,  # 0, 1, ...
 ) -> IterationCounts:
-    """Count the forward passes and scored images of one iteration."""
+    """Count the forward passes and scored images of the given iteration, over all processes."""
     settings = method.settings
     sampler = method.sampler(iteration)
     images = settings.prompts_per_iteration * settings.images_per_prompt
@@ -580,30 +615,30 @@ def _count_iteration(
         states = shared_states(method.noise_owner[: len(sampler) + 1], sampler.stochastic)
 
     def count_forwards(group_size: int) -> int:
-        """Count the forward passes that sample a group."""
+        """Count the forward passes that sample a group of this many images."""
         if not group_size:
             return 0
         if states is not None:
             return forward_passes_per_group(states[:, :group_size])
         return group_size * (len(sampler) - 1) + (1 if shares_first else group_size)
 
-    completed = list_completions(
+    completions = list_completions(
         settings=settings, sampler=sampler, trainable_steps=trainable_steps, chunks=chunks
     )
     prompts = settings.prompts_per_iteration
     return IterationCounts(
         rollout=prompts * count_forwards(settings.images_per_prompt)
-        + images * sum(forwards * part for forwards, part in completed),
+        + images * sum(forwards * per_image for forwards, per_image in completions),
         trained=trained,
         extra=trained * extra,
         baseline=prompts * count_forwards(settings.baseline_images),
-        scored=images * (1 + sum(part for _, part in completed))
+        scored=images * (1 + sum(per_image for _, per_image in completions))
         + prompts * settings.baseline_images,
     )
 
 
 def mean_iteration_counts(method: "Method") -> IterationCounts:
-    """Count the forward passes and scored images of an iteration, as the mean over the run's iterations.
+    """Count an iteration's forward passes and scored images, averaged over the run's iterations.
 
     If a method overrides `sampler`, the mean is over at most 1000 evenly spaced iterations.
     """
@@ -626,7 +661,7 @@ def mean_iteration_counts(method: "Method") -> IterationCounts:
 
 # %% ../../nbs/07_training/05_method.ipynb #e9a4c1d5
 def check_settings_of_method(method: "Method") -> None:
-    """Raise InputError if the settings do not suit a method, apart from which transitions it samples."""
+    """Raise InputError if the settings do not suit a method; `check_sampled_steps` checks its transitions."""
     settings = method.settings
     for name, value in method.required_settings.items():
         if getattr(settings, name) != value:
@@ -662,14 +697,30 @@ def check_settings_of_method(method: "Method") -> None:
         )
 
 
+def iterations_to_check(method: "Method") -> list[int]:
+    """Return the iterations, numbered from 0, whose sampler must be checked before a run.
+
+    The package's `sampler` depends on the iteration only through the window, so the first iteration with each window
+    stands for all others. An overridden `sampler` may return another sampler in any iteration, so all are checked.
+    In both cases only the first 1000 iterations count.
+    """
+    iterations = range(min(method.settings.iterations, 1000))
+    if type(method).sampler is not Method.sampler:
+        return list(iterations)
+    first_with_window: dict[range, int] = {}
+    for iteration in iterations:
+        window = method.window.places(len(method.sigmas) - 2, iteration, method.settings.seed)
+        first_with_window.setdefault(window, iteration)
+    return list(first_with_window.values())
+
+
 def check_sampled_steps(method: "Method") -> None:
     """Raise InputError unless every iteration has trainable steps, with noise where the method takes ratios.
 
-    The chunks and step weights must fit these steps too. At most the first 1000 iterations are checked.
+    The chunks and step weights must fit these steps too. Only the iterations of `iterations_to_check` are checked.
     """
     settings = method.settings
-    is_steady = type(method).sampler is Method.sampler and method.window.kind in ("all", "frozen")
-    for iteration in range(1 if is_steady else min(settings.iterations, 1000)):
+    for iteration in iterations_to_check(method):
         sampler = method.sampler(iteration)
         trainable_steps = method.trainable_steps(sampler)
         where = f"in iteration {iteration + 1}"

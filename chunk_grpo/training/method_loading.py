@@ -23,7 +23,7 @@ from ..core.imports import import_callable
 from ..theory.chunks import Chunks
 from ..theory.sampler import Sampler
 from .hook_checks import describe_value
-from .method import Method
+from .method import Method, iterations_to_check
 
 # %% ../../nbs/07_training/06_method_loading.ipynb #hook-checks
 _HOOKS = (
@@ -51,9 +51,9 @@ _PACKAGE = str(Path(chunk_grpo.__file__).resolve().parent)
 def _hook_error(
     method: object,  # the method, or its class
     hook: str,  # name of the function or attribute that is wrong
-    problem: str,  # verb phrase that says what must hold and what was found
+    problem: str,  # verb phrase: what must hold and what was found
 ) -> InputError:
-    """Build the error that names a hook of a user's method and its problem."""
+    """Build the error that names the class of a user's method, one of its hooks, and the problem with it."""
     method_class = method if isinstance(method, type) else type(method)
     problem = " ".join(problem.split())  # a value's repr may contain line breaks
     return InputError(
@@ -63,14 +63,14 @@ def _hook_error(
 
 def call_user_code(
     function: Callable,  # that a user wrote
-    *arguments,  # of the function
-    # (function's name, problem) -> the error to raise
+    *arguments,  # passed to the function
+    # builds the error to raise from the function's name and the problem
     make_error: Callable[[str, str], InputError],
-    name: str,  # of the function
+    name: str,  # of the function, for the error message
 ) -> Any:  # what the function returns
-    """Call a user's function; if it fails, raise an InputError that names the line of the user's file.
+    """Call a user's function; if it raises an exception, raise an InputError that names the line in the user's file.
 
-    An InputError raised by the package itself, or on purpose by `check` or `__init__`, passes unchanged.
+    An InputError passes unchanged if the package raised it, or if `check` or `__init__` raised it on purpose.
     """
     try:
         return function(*arguments)
@@ -97,10 +97,10 @@ def call_user_code(
 
 def call_hook(
     method: Method,
-    hook: str,  # name of the function
-    *arguments,  # of the function
+    hook: str,  # name of the method's function
+    *arguments,  # passed to the function
 ) -> Any:  # what the hook returns
-    """Call a hook of a method; raise InputError with the hook's name if it fails."""
+    """Call a hook of a method; if it raises an exception, raise an InputError that names the hook and the line."""
 
     def make_error(name: str, problem: str) -> InputError:
         return _hook_error(method, name, problem)
@@ -111,9 +111,9 @@ def call_hook(
 def _signature_problem(
     function: Callable,  # a user's function
     reference: Callable,  # a function with the required signature
-    skip: int = 0,  # number of first parameters of `reference` to ignore, such as `self`
-) -> str:  # the problem, empty if there is none
-    """Say how a function's parameters differ from the required ones, if it cannot be called with these."""
+    skip: int = 0,  # number of leading parameters of `reference` to ignore, such as 1 for `self`
+) -> str:  # verb phrase for the error message; empty if there is no problem
+    """Return how a function's parameters differ from the required ones, if it cannot be called with these."""
     required = [*inspect.signature(reference).parameters.values()][skip:]
     # Parameters without a default are passed by position, the others by name.
     positional = [None for parameter in required if parameter.default is parameter.empty]
@@ -135,9 +135,10 @@ def _make_method(
     method_class: object,  # the object that the setting `method` names
     settings: Settings,
 ) -> Method:
-    """Instantiate the class that the setting `method` names.
+    """Create the method from the class that the setting `method` names.
 
-    Raises InputError if it is not a concrete subclass of Method, or if its constructor takes other arguments.
+    Raises InputError if the object is not a concrete subclass of Method, if its constructor takes other arguments than
+    the settings, or if it does not call `Method.__init__`.
     """
     if not (isinstance(method_class, type) and issubclass(method_class, Method)):
         raise InputError(
@@ -174,18 +175,18 @@ def _make_method(
 
 
 def _check_attributes(method: Method) -> None:
-    """Raise InputError unless the attributes of a user's class have the right types, and its hooks the right signatures."""
+    """Raise InputError unless the class attributes have the right types and the hooks can be called as training does."""
     for hook in _HOOKS:
-        own = getattr(type(method), hook, None)
+        overriding = getattr(type(method), hook, None)
         base = getattr(Method, hook)
-        if own is base:
+        if overriding is base:
             continue
         if not callable(getattr(method, hook, None)):
-            raise _hook_error(method, hook, f"must be a function; it is {own!r:.60}")
+            raise _hook_error(method, hook, f"must be a function; it is {overriding!r:.60}")
         if (
-            inspect.iscoroutinefunction(own)
-            or inspect.isasyncgenfunction(own)
-            or inspect.isgeneratorfunction(own)
+            inspect.iscoroutinefunction(overriding)
+            or inspect.isasyncgenfunction(overriding)
+            or inspect.isgeneratorfunction(overriding)
         ):
             raise _hook_error(
                 method, hook, "must return its result; it is a generator or asynchronous"
@@ -200,19 +201,21 @@ def _check_attributes(method: Method) -> None:
         raise _hook_error(
             method,
             "reference_decays",
-            f"must map names of copies to functions of the iteration; got {decays!r:.80}",
+            f"must map names of reference weights to functions of the iteration; got {decays!r:.80}",
         )
-    known = ", ".join(["base", *decays])
+    reference_names = ", ".join(["base", *decays])
     if not isinstance(references, (tuple, list)) or not {*references} <= {"base", *decays}:
         raise _hook_error(
-            method, "references", f"must be a tuple of names among {known}; got {references!r:.80}"
+            method,
+            "references",
+            f"must be a tuple of names among {reference_names}; got {references!r:.80}",
         )
     if method.sampling_reference is not None and method.sampling_reference not in decays:
+        allowed = " or ".join(["None", *decays])
         raise _hook_error(
             method,
             "sampling_reference",
-            f"must be None or among {', '.join(decays) or 'no copies'}; got "
-            f"{method.sampling_reference!r:.80}",
+            f"must be {allowed}; got {method.sampling_reference!r:.80}",
         )
     required = method.required_settings
     if not isinstance(required, Mapping) or not all(
@@ -237,11 +240,15 @@ def _check_attributes(method: Method) -> None:
 
 def _check_chunks(
     method: Method,
-    count: int,  # number of trainable steps
+    step_count: int,  # number of trainable steps
 ) -> None:
-    """Raise InputError unless the chunks from the method, or from the user's chunker, cover the trainable steps."""
+    """Raise InputError unless the method's `chunks`, or the user's chunker, covers all trainable steps with chunks."""
     is_fixed = method.settings.chunk_rule.kind == "fixed"
-    profile = torch.ones(count) if is_fixed else torch.linspace(1, 0.5, count, dtype=torch.float64)
+    profile = (
+        torch.ones(step_count)
+        if is_fixed
+        else torch.linspace(1, 0.5, step_count, dtype=torch.float64)
+    )
     if method.chunker is not None and type(method).chunks is Method.chunks:
 
         def make_error(name: str, problem: str) -> InputError:
@@ -260,13 +267,13 @@ def _check_chunks(
             raise make_error(
                 "", f"must return sizes of chunks; it returned a {type(returned).__name__}"
             ) from None
-        if any(type(size) is not int or size < 1 for size in sizes) or sum(sizes) != count:
+        if any(type(size) is not int or size < 1 for size in sizes) or sum(sizes) != step_count:
             shown = (
                 describe_value(returned) if isinstance(returned, Tensor) else f"{returned!r:.80}"
             )
             raise make_error(
                 "",
-                f"must return whole sizes that add up to the {count} transitions; it returned {shown}",
+                f"must return whole sizes that add up to the {step_count} transitions; it returned {shown}",
             )
         return
     chunks = call_hook(method, "chunks", profile)
@@ -274,11 +281,11 @@ def _check_chunks(
         raise _hook_error(
             method, "chunks", f"must return Chunks; it returned a {type(chunks).__name__}"
         )
-    if chunks.transitions != count:
+    if chunks.transitions != step_count:
         raise _hook_error(
             method,
             "chunks",
-            f"must cover the {count} transitions that may be trained; it returned {chunks}, "
+            f"must cover the {step_count} transitions that may be trained; it returned {chunks}, "
             f"which covers {chunks.transitions}",
         )
 
@@ -287,7 +294,7 @@ def _check_iteration(
     method: Method,
     iteration: int,  # 0, 1, ...
 ) -> None:
-    """Raise InputError unless the method's sampler, trainable steps, chunks and step weights of an iteration are valid."""
+    """Raise InputError unless an iteration's sampler, trainable steps, chunks and step weights are valid."""
     sampler = call_hook(method, "sampler", iteration)
     if not isinstance(sampler, Sampler):
         raise _hook_error(
@@ -332,7 +339,7 @@ def _check_iteration(
 
 
 def _check_surrogate(method: Method) -> None:
-    """Raise InputError unless the user's surrogate can be called and returns one number per chunk sample."""
+    """Raise InputError unless the user's surrogate accepts three ratios and advantages and returns three numbers."""
 
     def make_error(name: str, problem: str) -> InputError:
         """Build the error about the user's surrogate."""
@@ -368,8 +375,8 @@ def _check_surrogate(method: Method) -> None:
 def load_method(settings: Settings) -> Method:
     """Create the method that the settings name, and check it.
 
-    Raises InputError if there is no such method, if a user's class, chunker or surrogate is malformed, or if the
-    method rejects the settings.
+    `settings.method` is a name in METHODS, or the path of a user's class. Raises InputError if there is no such
+    method, if a user's class, chunker or surrogate is invalid, or if the method's `check` rejects the settings.
     """
     class_path = METHODS.get(settings.method, {"class": settings.method}).get("class")
     method_class = import_callable(class_path, "method") if class_path else Method
@@ -380,12 +387,7 @@ def load_method(settings: Settings) -> Method:
     if method.custom_surrogate is not None:
         _check_surrogate(method)
     if is_user_class or method.chunker is not None:
-        # With a fixed window all iterations are alike, so checking one suffices.
-        is_steady = type(method).sampler is Method.sampler and method.window.kind in (
-            "all",
-            "frozen",
-        )
-        for iteration in range(1 if is_steady else min(settings.iterations, 1000)):
+        for iteration in iterations_to_check(method):
             _check_iteration(method, iteration)
     returned = call_hook(method, "check")
     if returned is not None:

@@ -45,9 +45,9 @@ from .rollout import sample_images
 # %% ../../nbs/07_training/13_metrics.ipynb #d8746280
 def above_base_metrics(
     state: TrainingState,
-    scores: dict[str, Tensor],  # raw scores (B,) each, keyed by reward
-    base: dict[str, Tensor],  # raw scores of the base's images, of `score_base`, keyed by reward
-    # prompt of each group of all processes; None: all different
+    scores: dict[str, Tensor],  # raw scores (B,) of the policy's images, keyed by reward
+    base: dict[str, Tensor],  # raw scores of the base's images from `score_base`, keyed by reward
+    # text of the prompt of each group, of all processes; None: all prompts are different
     texts: Sequence[str] | None = None,
 ) -> dict[str, float]:
     """Compute how much higher the policy scores than the base on the same prompts, from the same noise.
@@ -60,7 +60,7 @@ def above_base_metrics(
         x: Tensor,  # scores of this process
         images_per_prompt: int,  # number of consecutive scores in `x` per prompt
     ) -> Tensor:  # (P, n), with n = `baseline_images`
-        """Gather the scores of all processes, and keep those of images that form a pair with one of the other model."""
+        """Gather the scores of all processes, and keep the first n of each prompt, whose noise both models share."""
         gathered: Any = state.accelerator.gather(x.to(state.accelerator.device))
         return gathered.cpu().double().reshape(-1, images_per_prompt)[:, : settings.baseline_images]
 
@@ -108,24 +108,24 @@ _TRAINER_PREFIXES = (
 
 def check_method_metrics(
     metrics: Any,  # what the method's `metrics` returned
-    method: str,  # name of the method's class, for the error message
+    class_name: str,  # of the method, for the error message
 ) -> dict[str, Any]:
-    """Convert a method's metrics to plain numbers.
+    """Convert a method's metrics to plain numbers, and return them.
 
-    Raises InputError if a name belongs to the trainer, or a value cannot be written to metrics.jsonl.
+    Raises InputError if a name is one of the trainer's metrics, or a value cannot be written to metrics.jsonl.
     """
     if not isinstance(metrics, dict):
         raise InputError(
-            f"`metrics` of {method} must be a mapping of names to numbers; got {type(metrics).__name__}"
+            f"`metrics` of {class_name} must be a mapping of names to numbers; got {type(metrics).__name__}"
         )
     plain = {}
     for name, value in metrics.items():
         if not isinstance(name, str) or not name:
-            raise InputError(f"`metrics` of {method} must have texts as names; got {name!r}")
+            raise InputError(f"`metrics` of {class_name} must have texts as names; got {name!r}")
         if name in _TRAINER_METRICS or name.startswith(_TRAINER_PREFIXES):
             raise InputError(
-                f"`metrics` of {method} must not have the name `{name}`, which is the trainer's own; call "
-                f"it otherwise, such as `own_{name}`"
+                f"`metrics` of {class_name} must not have the name `{name}`, which the trainer uses; choose "
+                f"another one, such as `own_{name}`"
             )
         if isinstance(value, (Tensor, np.ndarray, np.generic)) and not value.shape:
             value = value.item()
@@ -133,13 +133,13 @@ def check_method_metrics(
             json.dumps(value)
         except (TypeError, ValueError):
             raise InputError(
-                f"`metrics` of {method} must hold numbers, or lists or mappings of them; `{name}` is of "
+                f"`metrics` of {class_name} must hold numbers, or lists or mappings of them; `{name}` is of "
                 f"the type {type(value).__name__}"
             ) from None
         plain[name] = value
     problem = describe_schema_violation({"iteration": 0} | plain, MetricsLine)
     if problem:
-        raise InputError(f"`metrics` of {method} must fit a line of metrics; {problem}")
+        raise InputError(f"`metrics` of {class_name} must fit a line of metrics; {problem}")
     return plain
 
 # %% ../../nbs/07_training/13_metrics.ipynb #1cd3c96d
@@ -149,14 +149,14 @@ def collect_metrics(
     update: Update,  # the iteration's optimizer steps
     base: dict[str, Tensor] | None = None,  # scores of the base, of `score_base`; None: no baseline
 ) -> dict:  # a line of metrics.jsonl, without seconds and evaluation
-    """Collect the metrics of a finished iteration over all processes."""
+    """Collect the metrics of a finished iteration over all processes, each of which must call this function."""
     settings = state.settings
     method = state.method
     device = state.accelerator.device
     norms = update.norms
     gather: Any = state.accelerator.gather
 
-    # Gather the method's values of all chunk samples. Processes may have different numbers of rows, so they are padded.
+    # Gather the method's measurements of all chunk samples. Processes may have different numbers of rows, so pad them.
     columns = {
         name: torch.cat([stats.items[name] for stats in update.stats])
         for name in update.stats[0].items
@@ -168,12 +168,14 @@ def collect_metrics(
         state.accelerator.pad_across_processes(local_rows.to(device), pad_index=-1)
     ).cpu()
     *values, chunk = table[table[:, -1] >= 0].T
-    assert state.profile is not None  # it was measured
-    count = len(
+    assert state.profile is not None  # the trainer has measured it
+    chunk_count = len(
         method.chunks(state.profile[method.trainable_steps(method.sampler(state.iteration - 1))])
     )
     method_metrics = method.metrics(
-        dict(zip(columns, values, strict=True)), chunk.long().clamp(max=count - 1), count
+        dict(zip(columns, values, strict=True)),
+        chunk.long().clamp(max=chunk_count - 1),
+        chunk_count,
     )
     method_metrics = check_method_metrics(method_metrics, type(method).__name__)
 
@@ -230,17 +232,17 @@ def collect_metrics(
 def evaluate_held_out(
     state: TrainingState,
 ) -> dict[str, float]:
-    """Sample images of held-out prompts with the current weights (or their moving average), and score them.
+    """Sample images of held-out prompts with the current weights (or their moving average), and return their mean scores.
 
-    The result has the keys eval_<reward> and eval_<reward>_se, and those of hybrid inference with _hybrid after <reward>.
-    A few of the images are written to `samples/`; every process must call this function.
+    The keys are eval_<reward> and, for the standard error, eval_<reward>_se. Keys for hybrid inference have _hybrid after
+    <reward>. A few of the images are written to `samples/`. Every process must call this function.
     """
     settings = state.settings
     policy = state.policy
     processes = state.accelerator.num_processes
     all_images, local_images = state.held_out_images()  # (prompt's position, image's number) each
 
-    # All processes must run equally many forward passes, so one with fewer images samples extra ones, which are not scored.
+    # All processes must run equally many forward passes, so those with fewer images sample extra ones without scoring them.
     unit = settings.eval_images if state.compares_images else 1  # images that stay in one process
     most = -(-len(all_images) // (unit * processes)) * unit
     extra = most - len(local_images)
@@ -303,7 +305,7 @@ def _save_samples(
     local_images: Sequence[tuple[int, int]],  # (prompt's position, image's number) of this process
     prompts: Sequence[str],  # of these images
 ) -> None:
-    """Save up to eight images of each process as files, and a manifest of the files of all processes."""
+    """Write up to eight images of each process to `samples/`, and a manifest of the files of all processes."""
     folder = state.run / "samples" / f"{state.iteration:06d}"
     make_folders(folder)
     records = []
@@ -334,7 +336,7 @@ def _save_samples(
 def tracker_values(
     line: dict,  # a line of metrics
 ) -> dict[str, float]:
-    """Return the numbers of a line of metrics, keyed by the grouped names that trackers show, such as train/kl."""
+    """Return the numbers of a line of metrics under the grouped names that trackers show, such as train/kl."""
     values = {}
     for name, value in line.items():
         if isinstance(value, list):  # one number per chunk, None if the chunk was not sampled

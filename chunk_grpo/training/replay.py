@@ -22,23 +22,22 @@ from .rollout import Trajectories
 # %% ../../nbs/07_training/03_replay.ipynb #ae000011
 @dataclass(frozen=True)
 class ReplayContext:
-    """Hold the policy, prompts and trajectories with which stored transitions are replayed."""
+    """Hold what the replay of stored transitions requires: policy, prompts, trajectories and reference weights."""
 
     policy: Policy
     conditioning: dict[str, Tensor]  # rows of `encode`, one per prompt
     trajectories: Trajectories
     # weights in the order of `policy.trained`, keyed by the reference's name
     reference_weights: Mapping[str, list[Tensor]] = field(default_factory=dict)
-    anchored: Tensor | None = (
-        None  # (B,) bool: the images that the anchor's penalty applies to; None: all
-    )
+    # (B,) bool, True for each image to which the anchor's penalty applies; None: all images
+    anchored: Tensor | None = None
 
     def rows(
         self,
-        image: Tensor,  # (m,) positions of images in the trajectories
-    ) -> dict[str, Tensor]:
-        """Return the encoded prompts of images, one row per image."""
-        prompt_index = self.trajectories.prompt_index[image]
+        image_index: Tensor,  # (m,) positions of images in the trajectories
+    ) -> dict[str, Tensor]:  # prompt embeddings and other inputs of the network, m rows each
+        """Return the encoded prompt of each image, one row per image."""
+        prompt_index = self.trajectories.prompt_index[image_index]
         return {name: rows[prompt_index] for name, rows in self.conditioning.items()}
 
     @contextlib.contextmanager
@@ -46,7 +45,7 @@ class ReplayContext:
         self,
         name: str,  # of the reference weights
     ) -> Iterator[None]:
-        """Give the policy reference weights, without gradient, within this context."""
+        """Let the policy use the reference weights within this context, without gradient; restore its own afterwards."""
         # A SIGTERM in the middle of a swap would leave a mixture of weights, which a checkpoint might then store.
         with defer_sigterm() as interruptible:
             swap_weights(self.policy.trained, self.reference_weights[name])
@@ -58,9 +57,9 @@ class ReplayContext:
 
     def velocities(
         self,
-        x: Tensor,  # (m, S, C), latents
-        image: Tensor,  # (m,), position of each row's image in the trajectories
-        index: Tensor,  # (m,), position of each row's noise level in the sampler's grid
+        latents: Tensor,  # (m, S, C)
+        image_index: Tensor,  # (m,), position of each row's image in the trajectories
+        step_index: Tensor,  # (m,), position of each row's noise level in the sampler's grid
         # references that are evaluated too: "base", or names in `reference_weights`
         reference_names: Sequence[str] = (),
     ) -> tuple[Tensor, dict[str, Tensor]]:
@@ -70,8 +69,8 @@ class ReplayContext:
         reference name.
         """
         policy = self.policy
-        prompt_embeds = self.rows(image)
-        network_sigma = compute_network_sigma(policy, self.trajectories.sampler.sigmas[index])
+        prompt_embeds = self.rows(image_index)
+        network_sigma = compute_network_sigma(policy, self.trajectories.sampler.sigmas[step_index])
 
         # A reference that is named twice takes one forward pass.
         references = {}
@@ -80,16 +79,16 @@ class ReplayContext:
                 torch.no_grad(),
                 base_weights(policy) if name == "base" else self.use_weights(name),
             ):
-                references[name] = policy.velocity(x, network_sigma, prompt_embeds)
-        return policy.velocity(x, network_sigma, prompt_embeds), references
+                references[name] = policy.velocity(latents, network_sigma, prompt_embeds)
+        return policy.velocity(latents, network_sigma, prompt_embeds), references
 
 # %% ../../nbs/07_training/03_replay.ipynb #0d49eed4
 @dataclass(frozen=True)
 class TransitionBatch:
-    """Hold replayed transitions with the velocities of the policy and of its references."""
+    """Hold m replayed transitions, with the velocities of the policy and of its references at their latents."""
 
     latents: Tensor  # (m, S, C), at which the velocities are computed: x_i
-    # (m, S, C), with which the velocity's prediction is compared: x_{i+1}, or what `states` returns
+    # (m, S, C), compared with the prediction from the velocity: x_{i+1}, or what `states` returns
     target: Tensor
     velocity: Tensor  # (m, S, C) of the policy, with graph
     # (m, S, C) each, without graph, keyed by the reference's name
@@ -104,11 +103,11 @@ class TransitionBatch:
 
     @property
     def sigma(self) -> Tensor:  # (m, 1, 1)
-        """Return the noise level of each transition's latents."""
+        """Return the noise level sigma_i of each transition's latents x_i."""
         return self.sampler.sigmas[self.step].to(self.latents).reshape(-1, 1, 1)
 
-    def mean_std(self) -> tuple[Tensor, Tensor]:  # mean (m, S, C) and its standard deviation
-        """Return the mean and the standard deviation of the next latents under the policy."""
+    def mean_std(self) -> tuple[Tensor, Tensor]:  # mean (m, S, C), standard deviation (m, 1, 1)
+        """Compute the mean and the standard deviation of the next latents under the policy, given the current ones."""
         return self.sampler.mean_std(self.velocity, self.latents, self.step)
 
     def select(
@@ -131,15 +130,16 @@ class TransitionBatch:
 
 @dataclass(frozen=True)
 class ChunkTerms:
-    """Hold what the objective of N chunk samples is computed from."""
+    """Hold the terms of the objective of N chunk samples; a chunk sample is one chunk of one image."""
 
     statistic: Tensor  # (N,) or (N, statistic_size), mean over the transitions of each chunk sample
-    advantage: Tensor  # (N,)
-    group: Tensor  # (N,) long: chunk samples of the same prompt and chunk number are a group
-    member: Tensor  # (N,) long, number of the image in its group
+    advantage: Tensor  # (N,), of each chunk sample's image, or of the chunk itself
+    # (N,) long, equal for chunk samples of the same prompt and chunk number
+    group: Tensor
+    member: Tensor  # (N,) long, number of each chunk sample's image in its group, 0 ... G - 1
 
     def copy(self) -> "ChunkTerms":
-        """Return a copy whose tensors a method may write into."""
+        """Return a copy with cloned tensors, which a method may write into."""
         return ChunkTerms(
             statistic=self.statistic.clone(),
             advantage=self.advantage.clone(),

@@ -25,7 +25,7 @@ from .state import TrainingState
 
 # %% ../../nbs/07_training/15_resuming.ipynb #a8027f66
 def _key_by_position(tensors: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the tensors, detached, keyed by their position as a string."""
+    """Return the detached tensors, keyed by their position in the sequence, such as "0"."""
     return {str(i): x.detach() for i, x in enumerate(tensors)}
 
 
@@ -72,10 +72,10 @@ def _read_checkpoint(
     state: TrainingState,
     folder: Path,  # of the checkpoint
 ) -> tuple[dict[str, dict[str, torch.Tensor]], dict, str]:
-    """Verify and read a checkpoint.
+    """Verify and read a checkpoint; every process must call this function.
 
-    Returns its tensors, its other values, and the problem due to which it cannot be used, empty if there is none. All
-    processes get the same problem.
+    Returns its tensors keyed by group and name, the values of its state.json and profile, and an error message. The
+    message is empty if the checkpoint can be used, and otherwise the same in all processes.
     """
     groups = {}
     values = {}
@@ -104,7 +104,7 @@ def _restore_log(
     folder: Path | None,  # of the checkpoint; None: the run starts from the beginning
     say: Callable[[str], None],  # prints a warning
 ) -> None:
-    """Restore metrics.jsonl and profile.json to their content in a checkpoint, or empty the metrics without one."""
+    """Restore metrics.jsonl and profile.json to their content in a checkpoint; without a checkpoint, empty the metrics."""
     files.remove_abandoned_in_run(run)
     metrics = run / "metrics.jsonl"
     if folder is None:
@@ -118,7 +118,8 @@ def _restore_log(
         stored = [folder / name for name in checkpoints.COPIED_FILES]
         contents = {run / file.name: file.read_bytes() for file in stored if file.is_file()}
     for file, content in contents.items():
-        if not (file.is_file() and file.read_bytes().startswith(content)) and content:
+        is_intact = file.is_file() and file.read_bytes().startswith(content)
+        if content and not is_intact:
             say(f"warning: {file} was changed or lost; it was restored from {folder / file.name}")
         with files.atomic_write(file) as temporary:
             temporary.write_bytes(content)
@@ -130,8 +131,8 @@ def resume(
 ) -> None:
     """Restore a state from the newest intact checkpoint, if there are checkpoints.
 
-    Damaged checkpoints are renamed, and the run's log is restored to the checkpoint. Raises InputError if there are
-    checkpoints but none is intact.
+    Damaged checkpoints are renamed, and the metrics and the profile of the run are restored to those of the checkpoint.
+    Every process must call this function. Raises InputError if there are checkpoints but none is intact.
     """
     folders = checkpoints.list_checkpoints(state.run)
     problems = {}
@@ -145,12 +146,12 @@ def resume(
     if problems and not folders:
         raise InputError(f"{next(iter(problems.values()))}; no checkpoint of this run can be used.")
     folder = folders[-1] if folders else None
-    for damaged, problem in problems.items():
+    for damaged_folder, problem in problems.items():
         say(f"warning: {problem}; the run resumes from {folders[-1].name}")
         if state.accelerator.is_main_process:
-            renamed = damaged.with_name(f"damaged-{damaged.name}")
+            renamed = damaged_folder.with_name(f"damaged-{damaged_folder.name}")
             shutil.rmtree(renamed, ignore_errors=True)
-            damaged.rename(renamed)
+            damaged_folder.rename(renamed)
     if state.accelerator.is_main_process:
         _restore_log(state.run, folder, say)
         checkpoints.remove_old_checkpoints(
@@ -183,7 +184,10 @@ def _terminate_together(state: TrainingState) -> None:
 
 @contextlib.contextmanager
 def interruptible(state: TrainingState) -> Iterator[None]:
-    """Let SIGTERM end the run within this context, in which neither weights nor optimizer may change."""
+    """Let SIGTERM end the run within this context, which must change neither weights nor optimizer.
+
+    If weights are sharded, all processes end together, before or after the context.
+    """
     if state.settings.sharding != "none":
         _terminate_together(state)
         yield
@@ -199,7 +203,7 @@ def interruptible(state: TrainingState) -> Iterator[None]:
 
 # %% ../../nbs/07_training/15_resuming.ipynb #4f2da6cc
 def check_weights_are_finite(state: TrainingState) -> None:
-    """Raise InputError unless all trained weights are finite."""
+    """Raise InputError if one of this process's trained weights is infinite or NaN."""
     if not all(map(checkpoints.is_finite, state.policy.trained)):
         raise InputError(
             f"the weights after iteration {state.iteration} are not finite; lower `learning_rate`"
@@ -209,7 +213,7 @@ def check_weights_are_finite(state: TrainingState) -> None:
 def save_final_weights(state: TrainingState) -> None:
     """Write the trained weights (or their moving average) to `final/` in diffusers' layout.
 
-    Every process must call this function. If the folder had other weights, their evaluation is removed.
+    Every process must call this function. If the folder held other weights, their evaluation is removed.
     Raises InputError if a weight is infinite or NaN.
     """
     if state.ema is not None:

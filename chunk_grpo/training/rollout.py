@@ -63,7 +63,7 @@ class ImageKey(NamedTuple):
 def as_image_keys(
     keys: Iterable[tuple[int, int, int, int]],  # seed, iteration, prompt, generation of each image
 ) -> list[ImageKey]:
-    """Convert tuples to `ImageKey`s."""
+    """Convert tuples of four numbers to `ImageKey`s."""
     return [ImageKey(*key) for key in keys]
 
 
@@ -71,26 +71,28 @@ def make_generator(
     *key: int,  # seed, iteration, prompt, generation, as in an ImageKey
     stream: str = "noise",  # as for `derive_seed`
 ) -> torch.Generator:
-    """Return a CPU generator seeded by the image's key and the stream."""
+    """Return a CPU generator whose seed is derived from the image's key and the stream."""
     return torch.Generator().manual_seed(derive_seed(*key, stream=stream))
 
 # %% ../../nbs/07_training/01_rollout.ipynb #16344f54
 def draw_size(
-    sizes: Sequence[int | tuple[int, int]],  # to choose from, with equal probabilities
+    sizes: Sequence[
+        int | tuple[int, int]
+    ],  # side lengths or (height, width), pixels, to choose from
     seed: int,  # of the run
     iteration: int,  # of the run, from 0
     prompt: int,  # position in the list of prompts
 ) -> int | tuple[int, int]:
-    """Draw the size of a group's images from a hash of the seed, the iteration and the prompt."""
+    """Draw the size of a group's images with equal probabilities, from a hash of the other arguments."""
     return sizes[derive_seed(seed, iteration, prompt, -1, stream="size") % len(sizes)]
 
 
 def equal_size_slices(
     sizes: Sequence[int | tuple[int, int]],  # of each image; equal sizes must be adjacent
-) -> list[slice]:
-    """Split a sequence of images into runs of equal size.
+) -> list[slice]:  # one per size
+    """Return the slices of images that have the same size.
 
-    Raises InputError if a size occurs in more than one run.
+    Raises InputError if the images of one size are not adjacent.
     """
     slices = []
     low = 0
@@ -105,13 +107,15 @@ def equal_size_slices(
 # %% ../../nbs/07_training/01_rollout.ipynb #4613bb28
 @dataclass(frozen=True)
 class RolloutOptions:
-    """Hold the options of a rollout: sampler, batch size, initial noise, and how latents are stored."""
+    """Hold the options with which trajectories are sampled: sampler, batch size, noise, and storage of the latents."""
 
     sampler: Sampler  # of T steps, n of them stochastic
     batch_size: int = 16  # images per forward pass
     shared_noise: bool = False  # one initial noise for all images of an iteration
-    noise_spread: float = 0.0  # share of its own noise that each image adds to the shared one
-    # (T + 1, G) image of the group whose noise each image uses, of `Sharing.noise_owners`; None: its own
+    # share of its own noise in an image's initial noise, see `initial_noise`; with `shared_noise` only
+    noise_spread: float = 0.0
+    # (T + 1, G) from `Sharing.noise_owners`: the image of the group whose noise each image uses, row 0 for the initial
+    # noise and row i + 1 for transition i; None: each image uses its own noise
     noise_owner: Tensor | None = None
     storage_dtype: torch.dtype = torch.float32  # of the stored latents
     offload: bool = False  # keep the stored latents in host memory
@@ -124,13 +128,13 @@ class RolloutOptions:
 
 @dataclass(frozen=True)
 class Trajectories:
-    """Hold the trajectories of one iteration on one process, image by image; the images of a group are adjacent."""
+    """Hold the trajectories of the B images that a process samples in an iteration; images of a group are adjacent."""
 
     latents: Tensor  # (B, T+1, S, C), from noise to image, in the storage dtype
-    log_probs: Tensor  # (B, n) of the n stochastic transitions, computed in the rollout's batches
+    log_probs: Tensor  # (B, n), log-probabilities of the n stochastic transitions, from the rollout
     prompt_index: Tensor  # (B,) index of the image's prompt in the conditioning
-    keys: Sequence[ImageKey]  # of every image
-    sampler: Sampler  # with which they were sampled
+    keys: Sequence[ImageKey]  # of each image
+    sampler: Sampler  # with which the images were sampled, of T steps
     # of each image, equal sizes adjacent; None: all images have the policy's resolution
     sizes: Sequence[int | tuple[int, int]] | None = None
     lengths: Tensor | None = None  # (B,) long, tokens of each image; None: all have S tokens
@@ -149,8 +153,8 @@ class Trajectories:
         self,
         image_index: Tensor,  # positions of images of the same size, a tensor of any shape
         step: int | Tensor,  # position in the trajectory, 0 ... T; broadcast to `image_index`
-    ) -> Tensor:  # (..., S, C), with as many tokens as images of that size have
-        """Return the latents of images of the same size at the given steps, without padding."""
+    ) -> Tensor:  # (..., S, C), where S is the number of tokens of this size
+        """Return the latents of images of the same size before the given steps, without padding; T: the final ones."""
         latents = self.latents[image_index, step]
         if self.lengths is None:
             return latents
@@ -160,7 +164,7 @@ class Trajectories:
         self,
         image_index: int,  # position of the image
     ) -> "Trajectories":
-        """Return the trajectory of one image, as `Trajectories` with one entry."""
+        """Return `Trajectories` that hold only one of the images."""
         one = slice(image_index, image_index + 1)
         return replace(
             self,
@@ -174,7 +178,7 @@ class Trajectories:
 
     @cached_property
     def distance(self) -> Tensor:  # (B, T)
-        """Compute the relative distance (15) that each transition moves the latents."""
+        """Compute the relative distance (15) that each transition of each image moves the latents."""
         if self.lengths is None:
             return relative_distance(self.latents.float())
         distances = []
@@ -188,14 +192,14 @@ def initial_noise(
     policy: Policy,  # its `noise` has the shape of the latents
     keys: Sequence[ImageKey],  # of each image
     shared_noise: bool = False,  # all images of an iteration start from the same noise
-    # (T + 1, G) image of the group whose noise each image uses, of `Sharing.noise_owners`; None: its own
+    # (T + 1, G) from `Sharing.noise_owners`: row 0 names the image of the group whose noise each image uses; None: its own
     noise_owner: Tensor | None = None,
-    noise_spread: float = 0.0,  # share of its own noise that each image adds to the shared one
+    noise_spread: float = 0.0,  # share of its own noise in an image's initial noise, from 0 to 1
 ) -> Tensor:  # (B, S, C) float32 on the CPU
-    """Draw the initial noise of every image, the latents at sigma 1.
+    """Draw the initial noise of each image, the latents at sigma 1.
 
-    With `shared_noise` and a positive `noise_spread`, an image starts from `sqrt(1 - spread**2)` times the shared noise
-    plus `noise_spread` times its own, which has unit variance again.
+    With `shared_noise` and a positive `noise_spread`, the initial noise is `sqrt(1 - noise_spread**2)` times the shared
+    noise plus `noise_spread` times the image's own noise. The sum has unit variance again.
     """
     keys = as_image_keys(keys)
 
@@ -218,10 +222,11 @@ def initial_noise(
 def step_noise(
     keys: Sequence[ImageKey],  # of each image
     shape: tuple[int, ...],  # (T, S, C), of one image
-    # (T + 1, G) image of the group whose noise each image uses, of `Sharing.noise_owners`; None: its own
+    # (T + 1, G) from `Sharing.noise_owners`: row i + 1 names the image whose noise each image uses at transition i; None:
+    # its own
     noise_owner: Tensor | None = None,
 ) -> Tensor:  # (T, B, S, C) float32 on the CPU
-    """Draw the noise of every transition of every image."""
+    """Draw the noise that each transition of each image adds."""
     keys = as_image_keys(keys)
 
     def draw(key: ImageKey) -> Tensor:
@@ -252,16 +257,16 @@ def integrate(
     policy: Policy,
     prompt_embeds: dict[str, Tensor],  # encoded prompts, one row per image
     latents: Tensor,  # (B, S, C), at the sampler's first noise level
-    sampler: Sampler,  # its transitions must be deterministic if `noise` is None
+    sampler: Sampler,  # of T transitions, which must be deterministic if `noise` is None
     storage_dtype: torch.dtype,  # dtype to which latents are rounded after each transition
     noise: Tensor | None = None,  # (T, B, S, C), of each transition; None: no noise
     # (step, latents, network sigma) -> velocity (B, S, C); None: call `policy.velocity`
     velocity: Callable[[int, Tensor, Tensor], Tensor] | None = None,
     second_order: Tensor | None = None,  # (T,) of `multistep_weights`; None: the sampler's
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:  # next latents (B, S, C), their mean and std
-    """Integrate from noise to image with the sampler's solver, and yield the latents after each transition.
+    """Integrate from noise to image with the sampler's solver, and yield the latents after each of the T transitions.
 
-    The rollout and its completions by the ODE both use this loop.
+    Both the rollout and its completions by the ODE use this loop.
     """
     second_order = sampler.second_order if second_order is None else second_order
     endpoint = torch.zeros_like(latents, dtype=torch.float32)
@@ -297,11 +302,11 @@ def _velocity_per_shared_state(
     network_sigma: Tensor,  # (B,)
     step: int,  # index of the transition
     keys: Sequence[ImageKey],  # of each image
-    # (G,) number of the state in which each image of a group is at this step
+    # (G,) number of each generation's state at this step; images of a group with the same number have equal latents
     group_states: list[int],
     velocity_cache: dict[tuple, Tensor] | None,  # velocities of earlier batches, as in `sample_sde`
 ) -> Tensor:  # (B, S, C)
-    """Compute the velocity once for all images that share a state, and return one row per image."""
+    """Compute one velocity per distinct state, and return the velocity of each image's state."""
     states = [(*key.group, group_states[key.generation]) for key in keys]
     velocities = {}
     if velocity_cache:
@@ -338,12 +343,12 @@ def sample_sde(
     latents: Tensor,  # (B, S, C), the initial noise
     keys: Sequence[ImageKey],  # of each image
     options: RolloutOptions,  # with a sampler of T steps, n of them stochastic
-    # (B, S, C) velocity at the first step; None: compute it
+    # (B, S, C) velocity at the first step, if it is known already; None: compute it
     first_velocity: Tensor | None = None,
     # velocities keyed by (step, seed, iteration, prompt, state), shared between batches; None: no cache
     velocity_cache: dict[tuple, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:  # latents (B, T+1, S, C), log-probabilities (B, n)
-    """Integrate the SDE (7) from noise to image for one batch.
+    """Sample one batch of images with the SDE (7), and return their trajectories and log-probabilities.
 
     The log-probability of each stochastic transition is computed from the latents as they are stored, so replaying
     them gives the same number. With a `noise_owner`, images in the same state share a forward pass. Velocities in
@@ -358,7 +363,7 @@ def sample_sde(
         states = shared_states(options.noise_owner, sampler.stochastic).tolist()
 
     def velocity(step: int, current: Tensor, network_sigma: Tensor) -> Tensor:
-        """Return the velocities (B, S, C) at a step, computing only those that are not known yet."""
+        """Return the velocities (B, S, C) at a step; compute only those that no other image or batch has given."""
         if states is not None:
             return _velocity_per_shared_state(
                 policy=policy,
@@ -398,9 +403,9 @@ def _first_velocities(
     policy: Policy,
     conditioning: dict[str, Tensor],  # rows of `encode`, one per prompt
     noise: Tensor,  # (S, C), the initial noise of all images
-    options: RolloutOptions,  # its `batch_size` is here the number of prompts per forward pass
+    options: RolloutOptions,  # with `batch_size`, the largest number of prompts per forward pass
 ) -> Tensor:  # (P, S, C)
-    """Compute each prompt's velocity at the initial noise that all images share."""
+    """Compute the velocity of each of the P prompts at the initial noise that all images share."""
     prompt_count = len(next(iter(conditioning.values())))
     batch_size = options.batch_size
     first_sigma = options.sampler.sigmas[0]
@@ -422,7 +427,7 @@ def _sde_batches_of_one_size(
     keys: Sequence[ImageKey],  # of each image
     options: RolloutOptions,  # with a sampler of T steps, n of them stochastic
 ) -> Iterator[tuple[Tensor, Tensor]]:  # latents (b, T+1, S, C), log-probabilities (b, n)
-    """Sample images at the policy's current resolution with `sample_sde`, and yield them batch by batch."""
+    """Sample images at the policy's current resolution with `sample_sde`, and yield their trajectories per batch."""
     start = initial_noise(
         policy,
         keys,
@@ -469,7 +474,7 @@ def sde_batches(
     # of each image, equal sizes adjacent; None: all images have the policy's resolution
     sizes: Sequence[int | tuple[int, int]] | None = None,
 ) -> Iterator[tuple[Tensor, Tensor]]:  # latents (b, T+1, S, C), log-probabilities (b, n)
-    """Sample images with `sample_sde`, and yield them batch by batch.
+    """Sample images with `sample_sde`, and yield the trajectories and log-probabilities of each batch.
 
     All images of a batch have the same size. The policy keeps that size until the next batch is requested, so that it
     can decode the batch; at the end its former size is restored.
@@ -513,7 +518,7 @@ def sample_trajectories(
     # of each image, equal sizes adjacent; None: all images have the policy's resolution
     sizes: Sequence[int | tuple[int, int]] | None = None,
 ) -> Trajectories:
-    """Sample the SDE (7), and return the trajectory (11) of every image."""
+    """Sample images with the SDE (7) in batches, and return all their trajectories (11)."""
     batches = sde_batches(
         policy=policy,
         conditioning=conditioning,
@@ -552,12 +557,12 @@ def sample_trajectories(
 def complete_states(
     policy: Policy,
     conditioning: dict[str, Tensor],  # encoded prompts, one row per image
-    latents: Tensor,  # (B, S, C), the states before transition levels[0]
+    latents: Tensor,  # (B, S, C), the latents of trajectories before the transition with index levels[0]
     options: RolloutOptions,  # of the rollout
-    # (n + 1,) long, increasing: positions in the sampler's grid to visit; the last one is its end
+    # (n + 1,) long, increasing: indices of the sampler's noise levels that the n steps visit; the last one is T
     levels: Tensor,
 ) -> Tensor:  # (B, S, C) at sigma 0
-    """Integrate the ODE from states of trajectories to final latents, with the rollout's solver."""
+    """Integrate the ODE from latents within trajectories to final latents, with the rollout's solver."""
     sampler = options.sampler
     batch_size = options.batch_size
     start = int(levels[0])
@@ -610,17 +615,20 @@ def sample_ode(
     conditioning: dict[str, Tensor],  # rows of `encode`, one per image
     noise: Tensor,  # (B, S, C) at sigma 1
     grid: Tensor,  # (N+1,) sigmas
-    batch: int = 16,  # images per forward pass
-    # step at which the base's weights take over; None: never, 0: the base alone
+    batch_size: int = 16,  # images per forward pass
+    # step from which on the base's weights are used; None: never, 0: in all steps
     split: int | None = None,
 ) -> Tensor:  # (B, S, C) at sigma 0
-    """Sample the ODE in Euler steps; with a `split`, use the base's weights from that step on (hybrid inference)."""
+    """Integrate the ODE (3) from noise to final latents in N Euler steps.
+
+    With a `split`, the steps before it use the policy's weights and the others those of the base (hybrid inference).
+    """
     sampler = Sampler(grid, "ode")
     split = len(sampler) if split is None else split
     samples = []
-    for low in range(0, len(noise), batch):
-        prompt_embeds = {k: v[low : low + batch] for k, v in conditioning.items()}
-        latents = noise[low : low + batch].to(policy.device)
+    for low in range(0, len(noise), batch_size):
+        prompt_embeds = {k: v[low : low + batch_size] for k, v in conditioning.items()}
+        latents = noise[low : low + batch_size].to(policy.device)
         latents = _euler_steps(
             policy=policy,
             prompt_embeds=prompt_embeds,
@@ -646,7 +654,7 @@ def sample_ode(
 def _sample_images_error(
     arguments: Mapping[str, Any],  # of `sample_images`, keyed by parameter name
 ) -> str | None:  # the error message; None: no error
-    """Return an error message if no image is wanted, an image has no prompt, or the split is after the last step."""
+    """Return an error message if `places` is empty, an image has no prompt, or `split` exceeds the number of steps."""
     prompts = arguments["prompts"]
     places = arguments["places"]
     split = arguments.get("split")
@@ -672,18 +680,18 @@ def _sample_images_error(
 def sample_images(
     policy: Policy,
     prompts: Sequence[str] | Mapping[int, str],  # the whole list, or at least those at `places`
-    places: list[tuple[int, int]],  # (prompt's position in the list, image's number) of each image
+    places: list[tuple[int, int]],  # the images to sample: (prompt's position, image's number) each
     seed: int,  # of the evaluation
     steps: int = 50,  # Euler steps of the ODE
-    split: int | None = None,  # step at which the base's weights take over; None: never
+    split: int | None = None,  # step from which on the base's weights are used; None: never
     batch: int = 16,  # images per forward pass
     sampler: Sampler | None = None,  # to sample as in training; None: follow the ODE
     # dtype to which latents are rounded after each transition, with a `sampler`
     storage_dtype: torch.dtype = torch.float32,
 ) -> Tensor:  # (B, 3, H, W) in [0, 1], on the CPU
-    """Sample images of held-out prompts, reproducible image by image.
+    """Sample images of held-out prompts, from noise that depends only on the seed, the prompt and the image's number.
 
-    Without a `sampler` they follow the ODE; with one they are sampled as in a rollout, and `split` must be 0 or None.
+    Without a `sampler` the images follow the ODE; with one they are sampled as in a rollout, and `split` must be 0 or None.
     Raises InputError if an image has no prompt, or if `split` does not fit the steps or the sampler.
     """
     # No training iteration has the number -1, so these keys differ from all keys of training.
@@ -701,7 +709,7 @@ def sample_images(
             conditioning=prompt_embeds,
             noise=initial_noise(policy, keys),
             grid=policy.sigmas(steps),
-            batch=batch,
+            batch_size=batch,
             split=split,
         )
     elif split:

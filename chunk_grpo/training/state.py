@@ -47,7 +47,7 @@ SET_LATER: Any = None  # placeholder for a field that is set before anything rea
 # %% ../../nbs/07_training/09_state.ipynb #2928d2b7
 @dataclass
 class TrainingState:
-    """Hold everything that a run keeps from one iteration to the next."""
+    """Hold everything that a run needs in several iterations: settings, inputs, policy, optimizer and counters."""
 
     settings: setting.Settings
     run: Path  # the run folder
@@ -55,22 +55,22 @@ class TrainingState:
     prompts: list[str]  # to train on
     held_out: list[str]  # prompts to evaluate on
     reward_weights: dict[str, float]  # of the rewards that are trained on, keyed by reward
-    # functions (images, prompts) -> scores, keyed by reward: those trained on and those only measured
+    # functions (images, prompts) -> scores, keyed by reward; an evaluation uses all, training those in `reward_weights`
     rewards: dict[str, Callable]
     method: Method
     run_id: str = ""  # from run.json, if there is one
     records: Sequence[Mapping] = ()  # one per entry of `prompts`
     held_out_records: Sequence[Mapping] = ()  # one per entry of `held_out`
-    # one per entry of `prompts`: the image size in its record; None: the record has none
+    # image size in the record of each entry of `prompts`; None: the record has none
     prompt_sizes: Sequence[int | tuple[int, int] | None] = ()
     # scores images while the policy samples the next batch
     executor: ThreadPoolExecutor = field(default_factory=scoring_thread)
     transitions_per_forward: int = 0  # largest number of transitions in a forward pass of an update
-    policy: Policy = SET_LATER  # iterations change this field and the following ones
+    policy: Policy = SET_LATER  # an iteration changes this field and those below
     optimizer: torch.optim.Optimizer = SET_LATER
     scaler: torch.amp.GradScaler | None = None  # scales the loss, with `dtype` float16
     ema: EMAModel | None = None
-    # weights that the method keeps, in the order of `policy.trained`, keyed by the method's name for them
+    # reference weights that the method keeps, in the order of `policy.trained`, keyed by the reference's name
     reference_weights: dict[str, list[Tensor]] = field(default_factory=dict)
     profile: Tensor | None = (
         None  # (T,) mean relative distance of each transition; None: not measured yet
@@ -80,19 +80,22 @@ class TrainingState:
     cpu_seconds: float = 0.0  # CPU time of the finished iterations, summed over threads
 
     def averaged_weights(self) -> dict[str, list[Tensor]]:
-        """Return the moving average ("ema"), if there is one, and the method's reference weights, keyed by name."""
+        """Return the method's reference weights and, as "ema", the moving average if there is one, keyed by name."""
         return ({"ema": self.ema.shadow_params} if self.ema else {}) | self.reference_weights
 
     @property
     def identity(self) -> dict:  # keys run_id and settings
-        """Return the run's id and settings, which a checkpoint must have in common with the run."""
+        """Return the run's id and settings, by which a checkpoint is recognised as one of this run."""
         return {"run_id": self.run_id, "settings": self.settings.model_dump(mode="json")}
 
     def all_prompts(
         self,
         iteration: int,  # 0, 1, ...
-    ) -> list[int]:  # positions in the list of prompts, process by process
-        """Return the prompts that all processes sample in an iteration; each process's share is sorted by size."""
+    ) -> list[int]:  # positions in the list of prompts
+        """Return the prompts that all processes sample in an iteration: first those of process 0, then of process 1 ...
+
+        If a run has several image sizes, the prompts of each process are sorted by size.
+        """
         ids = sample_prompt_indices(
             total=len(self.prompts),
             count=self.settings.prompts_per_iteration,
@@ -105,9 +108,8 @@ class TrainingState:
         share = len(ids) // self.accelerator.num_processes
         ordered = []
         for low in range(0, len(ids), share):
-            ordered += sorted(
-                ids[low : low + share], key=lambda p: sizes.index(self.size_of(iteration, p))
-            )
+            local_ids = ids[low : low + share]
+            ordered += sorted(local_ids, key=lambda p: sizes.index(self.size_of(iteration, p)))
         return ordered
 
     def local_prompts(
@@ -124,7 +126,7 @@ class TrainingState:
         iteration: int,  # 0, 1, ...
         prompt: int,  # position in the list of prompts
     ) -> int | tuple[int, int]:  # side length or (height, width), pixels
-        """Return the size at which an iteration samples the images of a prompt."""
+        """Return the size of a prompt's images in an iteration: that of the prompt's record, or a drawn one."""
         prompt_size = self.prompt_sizes[prompt] if self.prompt_sizes else None
         if prompt_size is not None:
             return prompt_size
@@ -145,11 +147,12 @@ class TrainingState:
         return [self.size_of(key.iteration, key.prompt) for key in keys]
 
     def held_out_images(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-        """Return all images of an evaluation, and those of this process, as (prompt's position, image's number).
+        """Return the images of an evaluation, and those that this process samples, as (prompt's position, image's number).
 
         If a reward compares the images of a prompt, one process samples all of them.
         """
-        process, count = self.accelerator.process_index, self.accelerator.num_processes
+        process = self.accelerator.process_index
+        count = self.accelerator.num_processes
         prompts = space_positions_evenly(len(self.held_out), self.settings.eval_count)
         numbers = range(self.settings.eval_images)
         images = [(p, i) for p in prompts for i in numbers]
@@ -159,31 +162,31 @@ class TrainingState:
 
     @property
     def compares_images(self) -> bool:
-        """Return True if a reward compares the images of a prompt, so that it must score them together."""
+        """Return True if a reward compares the images of a prompt, and therefore must score them together."""
         return any("groups" in extra_inputs(reward) for reward in self.rewards.values())
 
     def records_of(
         self,
         positions: Sequence[int],  # in the list of prompts, one per image
-    ) -> list[Mapping] | None:  # None: the prompts have no records
-        """Return the record of each image's prompt, for rewards that use it."""
+    ) -> list[Mapping] | None:  # one per position; None: the prompts have no records
+        """Return the records of prompts, which some rewards use."""
         return [self.records[p] for p in positions] if self.records else None
 
     def sampled_prompts(self) -> list[str]:
-        """Return the distinct prompts on which this process will train."""
+        """Return the distinct prompts on which this process trains in the whole run."""
         sampled = [
             self.prompts[p] for i in range(self.settings.iterations) for p in self.local_prompts(i)
         ]
         return list(dict.fromkeys(sampled))
 
     def evaluated_prompts(self) -> list[str]:
-        """Return the distinct held-out prompts that this process will sample in evaluations."""
+        """Return the distinct held-out prompts whose images this process samples in evaluations."""
         # A process with fewer images than others samples the first held-out prompt instead, see `evaluate_held_out`.
         held_out = [self.held_out[p] for p, _ in [(0, 0), *self.held_out_images()[1]]]
         return list(dict.fromkeys(held_out))
 
     def needed_prompts(self) -> list[str]:
-        """Return the distinct prompts that this process will sample in training or evaluations."""
+        """Return the distinct prompts whose images this process samples in training or evaluations."""
         return list(dict.fromkeys([*self.sampled_prompts(), *self.evaluated_prompts()]))
 
 # %% ../../nbs/07_training/09_state.ipynb #7942dc80
@@ -221,9 +224,9 @@ def prepare_state(
     settings: setting.Settings,
     run: Path,  # an existing folder
 ) -> TrainingState:  # without policy and optimizer
-    """Check the settings, and load everything that a run needs except its weights.
+    """Check the settings, and load everything that a run needs except its weights: method, prompts and rewards.
 
-    Raises InputError if a check fails.
+    Raises InputError if a check fails. Every process of the run must call this function.
     """
     if settings.threads:
         torch.set_num_threads(settings.threads)
@@ -278,7 +281,7 @@ def _encode_needed_prompts(
     state: TrainingState,
     policy: Policy,  # with the resolution and guidance of training, before and after the call
 ) -> None:
-    """Encode every prompt that this process needs and that is not in the cache yet."""
+    """Encode all prompts that this process needs, positive and negative, unless they are in the cache already."""
     settings = state.settings
     training, evaluation = setting.guidance_scales(settings)
     size = setting.training_sizes(settings)[0]
@@ -303,7 +306,7 @@ def _encode_needed_prompts(
 def load_policy_and_optimizer(
     state: TrainingState,
 ) -> TrainingState:  # the same object, now with policy and optimizer
-    """Load the trainable policy, encode the prompts, and create the optimizer and averaged weights of a state."""
+    """Load the trainable policy, encode the prompts, create optimizer and averaged weights, and set them in the state."""
     settings = state.settings
     sizes = setting.training_sizes(settings)
     names = (
@@ -370,7 +373,7 @@ def rollout_options(
     state: TrainingState,
     sampler: Sampler,  # of an iteration
 ) -> RolloutOptions:
-    """Return the options with which the run samples images, from its settings and this sampler."""
+    """Return the options with which the run samples images in training, from its settings and the sampler."""
     settings = state.settings
     return RolloutOptions(
         sampler=sampler,

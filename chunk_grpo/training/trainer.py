@@ -34,9 +34,10 @@ from .update import update_policy
 
 # %% ../../nbs/07_training/17_trainer.ipynb #fd7eb297
 def train_iteration(state: TrainingState) -> dict:  # the iteration's metrics
-    """Run one iteration: sample groups, update the policy, and return the metrics; the caller writes the checkpoint.
+    """Run one iteration: sample and score groups, update the policy, and return the line of metrics.
 
-    Raises InputError if an advantage or a log-probability is infinite or NaN.
+    The caller writes the line and the checkpoint. Every process must call this function. Raises InputError if an
+    advantage or a log-probability is infinite or NaN.
     """
     settings = state.settings
     start = time.perf_counter()
@@ -55,18 +56,16 @@ def train_iteration(state: TrainingState) -> dict:  # the iteration's metrics
 
     # The update may take its chunks from the profile, so the profile comes first.
     with count_seconds(rollout.seconds, "update"):
-        is_profile_due = (
-            state.iteration % settings.profile_every == 0
-            if settings.profile_every
-            else state.iteration == 0
-        )
+        is_profile_due = state.iteration == 0
+        if settings.profile_every:
+            is_profile_due = state.iteration % settings.profile_every == 0
         profile = {}
         if is_profile_due:
             profile = measure_profile(state, rollout.context.trajectories)
         update = update_policy(state, rollout)
     state.iteration += 1
 
-    # Held-out prompts take as long as an iteration, so they are sampled only every few iterations and at the end.
+    # An evaluation takes as long as an iteration, so it runs only every few iterations and at the end.
     line = collect_metrics(state=state, rollout=rollout, update=update, base=base)
     if state.iteration == settings.iterations or (
         settings.eval_every and state.iteration % settings.eval_every == 0
@@ -96,21 +95,22 @@ def train_run(
     callbacks: Sequence[Callback] = (),  # in addition to the logger and the alarms
     say: Callable[[str], None] = print,  # prints a line of the log
 ) -> None:
-    """Train a policy from the base or the newest intact checkpoint, and write its weights to `final/`.
+    """Train a policy from the base or from the newest intact checkpoint, and write its weights to `final/`.
 
-    Every process of the run must call this function.
+    Every process of the run must call this function. Raises InputError if the settings, a checkpoint or the training fails
+    a check.
     """
     state = prepare_state(settings, Path(run))
     say = say if state.accelerator.is_main_process else lambda text: None
     listeners = [Logger(say), *callbacks, Alarms(say)]
 
     def announce(event: str, *arguments) -> None:
-        """Call an event of every callback."""
+        """Call the method of this name of every callback, with the state and the arguments."""
         for listener in listeners:
             getattr(listener, event)(state, *arguments)
 
     with contextlib.ExitStack() as ending:
-        # Callbacks run in reverse order: first the scoring threads stop, then rewards with their own process close.
+        # These functions run in reverse order: first the scoring threads stop, then rewards with their own process close.
         for reward in state.rewards.values():
             ending.callback(getattr(reward, "close", lambda: None))
         ending.callback(state.executor.shutdown, cancel_futures=True)
@@ -120,7 +120,7 @@ def train_run(
         base = {} if state.iteration else {"iteration": 0, **evaluate_held_out(state)}
 
         def finish_iteration(line: dict) -> None:
-            """Announce a line of metrics, and write a checkpoint if one is due or a callback stops the run."""
+            """Announce a line of metrics, and write a checkpoint if one is due or if a callback stops the run."""
             stop = None
             try:
                 announce("on_log", line)
@@ -135,7 +135,7 @@ def train_run(
                 raise stop
 
         def save_interrupted() -> None:
-            """Write a checkpoint of the last finished iteration, unless there is one already."""
+            """Write a checkpoint of the last finished iteration after SIGTERM, unless there is one already."""
             writes_checkpoint = state.policy.sharded or state.accelerator.is_main_process
             if state.iteration and writes_checkpoint and not last_checkpoint_folder(state).is_dir():
                 with machine.defer_sigterm():

@@ -9,6 +9,7 @@ __all__ = ['measure_ratio_errors', 'build_update_batches', 'check_weights_have_g
 # %% ../../nbs/07_training/12_update.ipynb #ac97bfca
 import contextlib
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -46,10 +47,10 @@ def measure_ratio_errors(
     update_batch: UpdateBatch,  # of the first update
     method: Method,
 ) -> list[float]:  # two ratio errors
-    """Measure the largest |ratio - 1| of a chunk sample before any update.
+    """Measure the largest |ratio - 1| of a chunk sample before any update, in two ways.
 
-    The first number compares two passes in the batches of training, without and with graph; the second compares the
-    log-probabilities of the rollout with those in the batches of training.
+    The first number compares two replays in the batches of training, one without and one with autograd's graph. The
+    second compares the log-probabilities from the rollout with those from the replay with graph.
     """
     # Both passes use the batches of training and differ only in the graph.
     without_graph = compute_transition_stats(
@@ -70,7 +71,7 @@ def _equalize_forwards(
     accelerator: Any,
     update_batches: list[UpdateBatch],  # of this process, one per update
 ) -> list[UpdateBatch]:
-    """Add idle forward passes until all processes have equally many in each update, as sharded weights require.
+    """Set the numbers of idle forward passes so that all processes run equally many, as sharded weights require.
 
     If an update needs a two-pass gradient in one process, it gets one in all processes.
     """
@@ -81,6 +82,7 @@ def _equalize_forwards(
         ],
         device=accelerator.device,
     )
+    # One row per update; the fit is negative, so its maximum is 0 if it is 0 in any process.
     most = accelerator.gather(local[None]).amax(0).tolist()
     return [
         replace(
@@ -96,44 +98,47 @@ def build_update_batches(
     state: TrainingState,
     rollout: Rollout,  # of this iteration
 ) -> tuple[list[UpdateBatch], list[float | None]]:
-    """Build the update batch of each update, and count the chunk samples in the mean of its objective.
+    """Build the update batch of each update, and count the chunk samples over which its objective is averaged.
 
-    The count is the mean over processes, or None if all processes have equally many chunk samples.
+    Returns one batch and one count per update. A count is the mean over processes, or None if all processes have
+    equally many chunk samples. Raises InputError if the method's chunks, selected chunks or weights are malformed.
     """
     settings = state.settings
     method = state.method
-    paths = rollout.context.trajectories
+    trajectories = rollout.context.trajectories
     accelerator: Any = state.accelerator
-    assert state.profile is not None  # it was measured
+    assert state.profile is not None  # the trainer has measured it
 
     # Partition the trajectories into chunks, and sample those that are trained.
-    shares = split_updates(paths.keys, settings.images_per_prompt, settings.updates_per_iteration)
-    trainable_steps = method.trainable_steps(paths.sampler)
-    with forbid_writes(method, "partition", paths):
-        chunks = method.partition(paths, state.profile.clone())
+    shares = split_updates(
+        trajectories.keys, settings.images_per_prompt, settings.updates_per_iteration
+    )
+    trainable_steps = method.trainable_steps(trajectories.sampler)
+    with forbid_writes(method, "partition", trajectories):
+        chunks = method.partition(trajectories, state.profile.clone())
     check_partition(
         method=method,
-        sampler=paths.sampler,
+        sampler=trajectories.sampler,
         trainable_steps=trainable_steps,
         chunks=chunks,
-        images=len(paths.keys),
+        image_count=len(trajectories.keys),
     )
-    with forbid_writes(method, "select_chunks", paths):
-        chosen = method.select_chunks(paths, chunks, state.profile.clone(), state.iteration)
+    with forbid_writes(method, "select_chunks", trajectories):
+        chosen = method.select_chunks(trajectories, chunks, state.profile.clone(), state.iteration)
     check_selected_chunks(
         method=method,
         chosen=chosen,
-        images=len(paths.keys),
-        count=len(chunks) if isinstance(chunks, Chunks) else max(map(len, chunks)),
+        image_count=len(trajectories.keys),
+        chunk_count=len(chunks) if isinstance(chunks, Chunks) else max(map(len, chunks)),
     )
-    weights = method.transition_weights(paths.sampler)
+    weights = method.transition_weights(trajectories.sampler)
     if weights is not None:
         check_floats(
             method=method,
             hook="transition_weights",
             value=weights,
-            shape=(len(paths.sampler),),
-            names="(T,)",
+            shape=(len(trajectories.sampler),),
+            shape_names="(T,)",
         )
 
     # A group whose advantages are all 0 has no gradient, so its images may be left out.
@@ -143,12 +148,14 @@ def build_update_batches(
     group_advantage = group_advantage.repeat_interleave(settings.images_per_prompt)
     update_batches = []
     sample_counts = []
-    # Otherwise all processes have equally many chunk samples and need not communicate.
+    # Unless the batches are ragged, all processes have equally many chunk samples and need not communicate.
     is_ragged = not isinstance(chunks, Chunks) or settings.drop_flat_groups
     for images in shares:
-        trained = images[group_advantage[images] > 0] if settings.drop_flat_groups else images
-        # An update needs at least one image.
-        trained = trained if len(trained) else images[:1]
+        trained = images
+        if settings.drop_flat_groups:
+            trained = images[group_advantage[images] > 0]
+        if not len(trained):  # an update needs at least one image
+            trained = images[:1]
         update_batches.append(
             build_update_batch(
                 images=trained,
@@ -157,7 +164,7 @@ def build_update_batches(
                 limit=state.transitions_per_forward,
                 weights=weights,
                 stochastic=trainable_steps,
-                sizes=paths.sizes,
+                sizes=trajectories.sizes,
             )
         )
         # Images that are left out still count in the mean.
@@ -172,7 +179,7 @@ def check_weights_have_gradients(
     policy: Policy,  # after a backward pass
     processes: int,  # number of processes that exchange gradients
 ) -> None:
-    """Raise InputError if a trained weight got no gradient and other processes would wait for it."""
+    """Raise InputError if a trained weight has no gradient although other processes wait for it."""
     named = policy.transformer.named_parameters() if processes > 1 else ()
     without_gradient = [name for name, p in named if p.requires_grad and p.grad is None]
     if without_gradient:
@@ -186,7 +193,7 @@ def check_weights_have_gradients(
 def average_adapter_gradients(state: TrainingState) -> None:
     """Average the gradients of an adapter over all processes, in place.
 
-    An adapter over a sharded base has no wrapper that does this: torch's FSDP2 does not cover it.
+    For an adapter over a sharded base nothing else does this, because torch's FSDP2 does not cover the adapter.
     """
     gradients = [p.grad for p in state.policy.trained if p.grad is not None]
     # Exchange all gradients at once.
@@ -196,7 +203,7 @@ def average_adapter_gradients(state: TrainingState) -> None:
 # %% ../../nbs/07_training/12_update.ipynb #ba158a3b
 def scheduled_learning_rate(
     settings: setting.Settings,
-    iteration: int,  # number of finished iterations: 0, 1, ...
+    iteration: int,  # 0, 1, ...
 ) -> float:
     """Return the learning rate of all updates of an iteration, from diffusers' `get_scheduler`.
 
@@ -208,7 +215,7 @@ def scheduled_learning_rate(
     name, cycles = setting.lr_schedule(settings)
     if name == "constant" and settings.lr_warmup_iterations:
         name = "constant_with_warmup"
-    # The schedule needs an optimizer, here a dummy. The shift by 1 skips the step whose rate is 0.
+    # The schedule needs an optimizer, so it gets a dummy. The shift by 1 skips the step whose rate is 0.
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=settings.learning_rate)
     optimizer.param_groups[0]["initial_lr"] = settings.learning_rate
     schedule = get_scheduler(
@@ -223,7 +230,7 @@ def scheduled_learning_rate(
 
 # %% ../../nbs/07_training/12_update.ipynb #b592bff1
 def step_optimizer(state: TrainingState) -> float:  # norm of the gradients, before clipping
-    """Clip the gradients and take an optimizer step, unless their norm is infinite or NaN.
+    """Clip the gradients, take an optimizer step unless their norm is infinite or NaN, and return the norm.
 
     All processes have the same gradients, or compute the norm over all shards, so either all of them take the step
     or none does. With `dtype` float16 the gradients are unscaled first, and a skipped step halves the loss scale.
@@ -250,18 +257,23 @@ def step_optimizer(state: TrainingState) -> float:  # norm of the gradients, bef
 # %% ../../nbs/07_training/12_update.ipynb #972c827e
 @dataclass(frozen=True)
 class Update:
-    """Describe the optimizer steps of an iteration in this process, with one entry per step."""
+    """Hold the batches and measurements of an iteration's optimizer steps in this process, one entry per step."""
 
     batches: list[UpdateBatch]
     stats: list[UpdateStats]
-    # of the gradients, before clipping; a step whose norm is infinite or NaN was skipped
+    # norms of the gradients before clipping; a step whose norm is infinite or NaN was skipped
     norms: list[float]
-    # two numbers of `measure_ratio_errors` in the first iteration, otherwise empty
+    # the two numbers of `measure_ratio_errors` in the first iteration, otherwise empty
     ratio_errors: list[float]
 
 
-def _update_reference_weights(state: TrainingState) -> None:
-    """Average the current weights into the reference weights that the method keeps."""
+def _update_reference_weights(
+    state: TrainingState,
+    norms: Sequence[float],  # norm of the gradients of each of the iteration's optimizer steps
+) -> None:
+    """Average the current weights into the reference weights that the method keeps, unless every step was skipped."""
+    if not any(map(math.isfinite, norms)):
+        return
     for name in state.method.reference_decays:
         decay = reference_decay(state.method, name, state.iteration)
         for copy, p in zip(state.reference_weights[name], state.policy.trained, strict=True):
@@ -272,7 +284,10 @@ def update_policy(
     state: TrainingState,
     rollout: Rollout,  # of this iteration
 ) -> Update:
-    """Take the iteration's optimizer steps, then update the reference weights that the method keeps."""
+    """Take the iteration's optimizer steps, then update the reference weights that the method keeps.
+
+    If every step was skipped because its gradients were infinite or NaN, the reference weights stay as they are.
+    """
     settings = state.settings
     accelerator = state.accelerator
     method = state.method
@@ -289,7 +304,7 @@ def update_policy(
         )
 
     def sync(last: bool) -> contextlib.AbstractContextManager:
-        """Return the context in which processes exchange gradients at the last backward pass only."""
+        """Return the context of a backward pass, in which processes exchange gradients only if it is the last one."""
         # No process can hold the whole gradient of sharded weights, so every backward pass distributes it.
         # The gradient of an adapter over sharded weights is averaged once, before the step.
         sharded = settings.sharding != "none"
@@ -299,9 +314,11 @@ def update_policy(
 
     def backward(loss: torch.Tensor) -> None:
         """Run the backward pass of a loss; with `dtype` float16 scale the loss, so that small gradients do not become 0."""
-        accelerator.backward(loss if state.scaler is None else state.scaler.scale(loss))
+        if state.scaler is not None:
+            loss = state.scaler.scale(loss)
+        accelerator.backward(loss)
 
-    # One of these passes has a graph. Without `sync`, processes would wait for its backward pass, which never comes.
+    # One of these passes has a graph but no backward pass. Without `sync`, processes would wait for that backward pass.
     ratio_errors = []
     with sync(False):
         if state.iteration == 0 and method.has_ratio and method.has_log_prob:
@@ -330,7 +347,7 @@ def update_policy(
             average_adapter_gradients(state)
         norms.append(step_optimizer(state))
 
-    _update_reference_weights(state)
+    _update_reference_weights(state, norms)
     # Between iterations the policy has the first size.
     sizes = setting.training_sizes(settings)
     if len(sizes) > 1:

@@ -19,9 +19,9 @@ from .rollout import ImageKey, make_generator
 def split_updates(
     keys: Sequence[ImageKey],  # of all images, those of a group adjacent
     group_size: int,  # G, images per prompt
-    update_count: int,  # U, must divide G
-) -> list[Tensor]:  # U LongTensors of positions in `keys`
-    """Divide the images among the updates, so that each gets G / U shuffled images of every group."""
+    update_count: int,  # U, number of updates per iteration; it must divide G
+) -> list[Tensor]:  # U tensors of positions in `keys`, long, one per update
+    """Divide the images of an iteration among its updates: each gets G / U images of every group, in shuffled order."""
     orders = []
     for low in range(0, len(keys), group_size):
         generator = make_generator(*ImageKey(*keys[low]).with_generation(-1), stream="shares")
@@ -34,64 +34,70 @@ class UpdateBatch:
     """List the M transitions that one update trains, and the N chunk samples that they belong to."""
 
     image: Tensor  # (M,) position of each transition's image in the trajectories
-    step: Tensor  # (M,) index of each transition in the whole trajectory, 0 ... T-1
+    step: Tensor  # (M,) index of each transition in its trajectory, 0 ... T-1
     segment: Tensor  # (M,) number of each transition's chunk sample, 0 ... N-1
     chunk: Tensor  # (N,) chunk number of each chunk sample
     chunk_image: Tensor  # (N,) position of each chunk sample's image in the trajectories
-    batches: list[Tensor]  # positions in 0 ... M-1, one LongTensor per forward pass
-    chunk_samples_fit: bool  # True: every chunk sample lies within one batch
+    batches: list[Tensor]  # transitions of each forward pass, as numbers from 0 to M-1
+    chunk_samples_fit: bool  # True: no chunk sample is split between batches
     weight: Tensor | None = None  # (N,) weight of each chunk sample in the objective; None: all 1
-    # extra forward passes without effect, so that all processes with sharded weights make equally many
+    # number of extra passes without effect, so that all processes with sharded weights run equally many
     idle_forwards: int = 0
 
 # %% ../../nbs/07_training/07_update_batch.ipynb #d60b1160
 def _split_into_batches(
-    segment: Tensor,  # (M,) number of each transition's chunk sample
-    image: Tensor,  # (M,) position of each transition's image
+    chunk_sample_ids: Tensor,  # (M,) number of each transition's chunk sample
+    image_index: Tensor,  # (M,) position of each transition's image in the trajectories
     limit: int,  # largest number of transitions in a batch
-    sizes: Sequence[int | tuple[int, int]] | None,  # of every image; None: they are equal
-) -> list[Tensor]:  # positions in 0 ... M-1
-    """Split transitions into batches with `split_into_batches`, separately for each image size."""
+    sizes: Sequence[int | tuple[int, int]] | None,  # of every image; None: all are equal
+) -> list[Tensor]:  # transitions of each batch, as numbers from 0 to M-1
+    """Split transitions into batches with `split_into_batches`, so that all images of a batch have the same size."""
     if sizes is None:
-        return split_into_batches(segment, limit)
-    size_of_transition = [sizes[b] for b in image.tolist()]
+        return split_into_batches(chunk_sample_ids, limit)
+    size_of_transition = [sizes[b] for b in image_index.tolist()]
     batches = []
     for size in dict.fromkeys(size_of_transition):
         positions = [i for i, other in enumerate(size_of_transition) if other == size]
         positions = torch.tensor(positions)
-        _, local_segment = segment[positions].unique(return_inverse=True)
-        batches += [positions[batch] for batch in split_into_batches(local_segment, limit)]
+        _, local_ids = chunk_sample_ids[positions].unique(return_inverse=True)
+        batches += [positions[batch] for batch in split_into_batches(local_ids, limit)]
     return batches
 
 
 def build_update_batch(
-    images: Tensor,  # (b,) positions of the update's images among the B of the iteration
-    chosen: Tensor,  # (B, k) numbers of the sampled chunks of every image; negative: none
-    chunks: Chunks | Sequence[Chunks],  # the same chunks for all B images, or those of each
+    images: Tensor,  # (b,) positions of the update's images among the B images of the iteration
+    chosen: Tensor,  # (B, k) numbers of the chunks that each image trains; -1: no chunk
+    chunks: Chunks | Sequence[Chunks],  # the same chunks for all B images, or those of each image
     limit: int,  # largest number of transitions in a forward pass
     weights: Tensor | None = None,  # (T,) weight of each transition in the objective; None: all 1
     stochastic: Tensor | None = None,  # (n,) indices of the trainable steps; None: the first n
-    # of every image of the iteration; None: they are equal
+    # (height, width) or side length of each of the B images, pixels; None: all are equal
     sizes: Sequence[int | tuple[int, int]] | None = None,
 ) -> UpdateBatch:
-    """List all transitions of the update's sampled chunks, and split them into batches."""
+    """List all transitions of the chunks that the update's images train, and split them into batches.
+
+    Raises InputError if a chunk number does not exist, or `limit` is below 1.
+    """
     image_chunks = chunks if isinstance(chunks, Chunks) else [chunks[b] for b in images.tolist()]
     chosen_chunks = chosen[images]
-    row, index, segment = flatten_chunks(image_chunks, chosen_chunks)
+    row, step_index, chunk_sample_ids = flatten_chunks(image_chunks, chosen_chunks)
 
     # Chunks index the trainable steps only; convert to indices in the whole trajectory.
-    index = index if stochastic is None else stochastic[index]
+    if stochastic is not None:
+        step_index = stochastic[step_index]
 
     sample_weight = None
     if weights is not None:
-        sample_weight = torch.segment_reduce(weights[index], "mean", lengths=segment.bincount())
+        sample_weight = torch.segment_reduce(
+            weights[step_index], "mean", lengths=chunk_sample_ids.bincount()
+        )
     return UpdateBatch(
         image=images[row],
-        step=index,
-        segment=segment,
+        step=step_index,
+        segment=chunk_sample_ids,
         chunk=chosen_chunks[chosen_chunks >= 0],
         chunk_image=images[(chosen_chunks >= 0).nonzero()[:, 0]],
-        batches=_split_into_batches(segment, images[row], limit=limit, sizes=sizes),
-        chunk_samples_fit=fits_in_batch(segment, limit),
+        batches=_split_into_batches(chunk_sample_ids, images[row], limit=limit, sizes=sizes),
+        chunk_samples_fit=fits_in_batch(chunk_sample_ids, limit),
         weight=sample_weight,
     )
