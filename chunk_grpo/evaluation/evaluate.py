@@ -35,7 +35,7 @@ from chunk_grpo.evaluation.parts import (
     progress_watcher,
     read_parts,
 )
-from ..runs.processes import default_sampling_processes, share_out
+from ..runs.processes import default_sampling_processes, run_shares
 
 # %% ../../nbs/10_evaluation/02_evaluate.ipynb #9e196587
 def ode_arms(
@@ -451,10 +451,10 @@ def evaluate(
 
     with evaluation_lock(run):
         # Sample the missing parts, in this process or in several.
-        missing = len(parts) - len(read_parts(folder))
-        count = min(processes or default_sampling_processes(run), missing)
+        missing_count = len(parts) - len(read_parts(folder))
+        process_count = min(processes or default_sampling_processes(run), missing_count)
         watch = progress_watcher(settings, parts, folder, say)
-        if count > 1:
+        if process_count > 1:
             arguments = {
                 "run": str(run),
                 "settings": settings.model_dump(mode="json"),
@@ -462,14 +462,14 @@ def evaluate(
                 "folder": str(folder),
                 "trust": trust,
             }
-            share_out(
-                what="evaluation",
-                draw="chunk_grpo.evaluation.parts:sample_share",
-                given=arguments,
-                count=count,
+            run_shares(
+                task_name="evaluation",
+                function="chunk_grpo.evaluation.parts:sample_share",
+                arguments=arguments,
+                process_count=process_count,
                 watch=watch,
             )
-        elif missing:
+        elif missing_count:
             sample_share(run, settings, arms, folder, watch=watch, trust=trust)
 
         # Summarise all parts in order, and replace an older evaluation.

@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['file_of_run', 'find_run', 'is_training', 'read_run_info', 'update_run_json', 'read_run_settings',
            'read_metrics_lines', 'read_metrics', 'read_run_profile', 'read_evaluation_summary',
-           'read_evaluation_records', 'next_run_folder', 'check_new_folder', 'run_origin', 'is_own_run', 'check_trust',
-           'check_run_inputs', 'has_final_weights', 'holds_run', 'create_run']
+           'read_evaluation_records', 'next_run_folder', 'check_new_folder', 'run_origin', 'is_own_run',
+           'record_own_run', 'check_trust', 'check_run_inputs', 'has_final_weights', 'holds_run', 'create_run']
 
 # %% ../../nbs/09_runs/00_run_folder.ipynb #9918e5c8
 import hashlib
@@ -314,19 +314,19 @@ def run_origin(run: str | Path) -> str:
     return "edited" if lines[0] in known else "foreign"
 
 
-def is_own_run(
-    run: str | Path,  # the run folder
-    remember: bool = False,  # record the run as own if it is not, and return True
-) -> bool:
+def is_own_run(run: str | Path) -> bool:
     """Return True if this user created a run on this machine, with the same rewards, prompts, model and code."""
-    if run_origin(run) == "own":
-        return True
-    if remember:
-        file = prompt_cache_folder() / "own-runs.txt"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with open(file, "a", encoding="utf-8") as handle:
-            handle.writelines(f"{line}\n" for line in _identifying_lines(run))
-    return remember
+    return run_origin(run) == "own"
+
+
+def record_own_run(run: str | Path) -> None:
+    """Record that this user created a run on this machine, unless it is recorded already."""
+    if is_own_run(run):
+        return
+    file = prompt_cache_folder() / "own-runs.txt"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with open(file, "a", encoding="utf-8") as handle:
+        handle.writelines(f"{line}\n" for line in _identifying_lines(run))
 
 # %% ../../nbs/09_runs/00_run_folder.ipynb #trust-code
 def check_trust(
@@ -595,5 +595,5 @@ def create_run(
         if start_adapter:
             adapters.save_adapter(start_adapter, out / adapters.START_FOLDER)
     record_packages(out)
-    is_own_run(out, remember=True)
+    record_own_run(out)
     return out
