@@ -38,7 +38,7 @@ def progress_text(
     done: int,  # number of finished images
     images: int,  # number of all images
     seconds: float,  # time since sampling began
-    spent: float,  # cost of the images that were finished in this time, in any unit
+    spent: float,  # cost of the images finished since then, in any unit
     left: float,  # cost of the remaining images, in the same unit
 ) -> str:
     """Format a line with the number of finished images and the estimated time left."""
@@ -47,26 +47,28 @@ def progress_text(
 
 # %% ../../nbs/09_runs/02_processes.ipynb #5ee51ca8
 def _share_environment(
-    number: int,  # index of the process, from 0
-    count: int,  # number of processes
+    process_index: int,  # from 0
+    process_count: int,
 ) -> dict[str, str]:
-    """Build the environment variables of a process: one GPU and its share of the cores, or one thread without a GPU."""
+    """Build the environment variables that give a process one GPU and its share of the cores, or one thread without a GPU."""
     gpus = torch.cuda.device_count()
     cores = len(os.sched_getaffinity(0))
-    threads = max(1, cores // count) if gpus else 1
-    environment = {"OMP_NUM_THREADS": str(threads)} | os.environ  # a user's number takes precedence
+    threads = max(1, cores // process_count) if gpus else 1
+    environment = {
+        "OMP_NUM_THREADS": str(threads)
+    } | os.environ  # a number set by the user takes precedence
     if gpus:
-        environment["CUDA_VISIBLE_DEVICES"] = str(number % gpus)
+        environment["CUDA_VISIBLE_DEVICES"] = str(process_index % gpus)
     return environment
 
 
 def run_programs(
     # for each program: its module and arguments, and its environment variables
     programs: Sequence[tuple[Sequence[str], Mapping[str, str]]],
-    watch: Callable[[], None] = lambda: None,  # called a few times per second, and at the end
+    watch: Callable[[], None] = lambda: None,  # called about five times per second, and at the end
     **options,  # passed to `subprocess.Popen`
-) -> tuple[int, str]:  # exit code and last error line of the first that failed; else 0 and ""
-    """Run Python programs in parallel until all have ended; if one fails, or `watch` raises, end the others."""
+) -> tuple[int, str]:  # exit code and last error line of the program that failed first, or 0 and ""
+    """Run Python programs in parallel until all have ended; if one fails, or `watch` raises an error, end the others."""
     with contextlib.ExitStack() as stack:
         running = {}  # process -> file with its error stream
         stack.callback(lambda: [terminate_process_group(child) for child in running])
@@ -85,7 +87,7 @@ def run_programs(
         while running:
             time.sleep(0.2)
             for child in [child for child in running if child.poll() is not None]:
-                terminate_process_group(child)  # ends processes that it left behind
+                terminate_process_group(child)  # ends the child's own child processes
                 errors = running.pop(child)
                 if child.returncode:
                     errors.seek(0)
@@ -123,13 +125,13 @@ def run_shares(
 
 @contextlib.contextmanager
 def sampling_threads(
-    threads: int = 0,  # number of threads; 0: one, or no change with a GPU or OMP_NUM_THREADS
+    threads: int = 0,  # number of threads; 0: no change if there is a GPU or OMP_NUM_THREADS is set, else one
 ) -> Iterator[None]:
-    """Set torch's number of threads within this context."""
+    """Set torch's number of threads within this context, and restore it afterwards."""
     before = torch.get_num_threads()
     if not threads:
-        keeps_number = torch.cuda.is_available() or "OMP_NUM_THREADS" in os.environ
-        threads = before if keeps_number else 1
+        keep_number = torch.cuda.is_available() or "OMP_NUM_THREADS" in os.environ
+        threads = before if keep_number else 1
     torch.set_num_threads(threads)
     try:
         yield
@@ -140,7 +142,7 @@ def sampling_threads(
 def main(
     arguments: Sequence[str],  # module:function, and its keyword arguments as JSON
 ) -> int:  # exit status
-    """Call the function that the command line names; print an InputError and return 2 if it raises one."""
+    """Call the function that the command line names; if it raises InputError, print the error and return 2."""
     try:
         pkgutil.resolve_name(arguments[0])(**json.loads(arguments[1]))
     except InputError as error:
