@@ -94,7 +94,7 @@ class Judge:
         key = os.environ.get(self.key_variable, "").strip()
         if not key:
             raise InputError(
-                f"`key_variable` must name the environment variable that holds the judge's key; "
+                f"`key_variable` must name a variable that holds the judge's key; the environment variable "
                 f"{self.key_variable} is not set or empty. For a server without a key, leave the setting out."
             )
         return key
