@@ -8,9 +8,13 @@ import pandas as pd
 import pytest
 from commands import run, start
 from stub_judge import serve
+from typer.testing import CliRunner
 
+from chunk_grpo import InputError
+from chunk_grpo.cli.evaluation import evaluation_app
 from chunk_grpo.core.files import read_json, read_json_lines
 from chunk_grpo.evaluation import benchmarks, evaluate, judged, paper_tables
+from chunk_grpo.evaluation.judge import Judge
 
 
 @pytest.fixture(scope="module")
@@ -208,3 +212,52 @@ def test_dpg_asks_a_judge_about_a_runs_images(trained):
     assert [summary["overall"][arm]["mean"] for arm in ("base", "plain", "hybrid")] == [0.5] * 3
     assert summary["overall"]["plain-base"]["mean"] == 0 and "not comparable" in summary["label"]
     assert [row["arm"] for row in summary["paper"]["dpg"]][:2] == ["FLUX.1-dev", "Dance-GRPO"]
+
+
+@pytest.mark.parametrize("name", ["wise", "dpg"])
+def test_number_of_images_of_a_judged_benchmark_cannot_be_changed(name, tmp_path):
+    with pytest.raises(InputError, match=f"`samples` must be 1 or left out for {name}.*; got 4"):
+        benchmarks.load_benchmark_task(name, tmp_path, samples=4)
+
+
+JUDGE = Judge("http://127.0.0.1:9/v1", "stub")
+TASKS = {
+    "wise": benchmarks.WISETask("wise", ("a",), 1, ("culture",), (1,)),
+    "dpg": benchmarks.DPGTask("dpg", ("a",), 1, (), ("x",)),
+    "geneval": benchmarks.GenEvalTask("geneval", ("a",), 1, records=({},)),
+    "list": benchmarks.BenchmarkTask("list", ("a",), 1),
+}
+
+
+@pytest.mark.parametrize(
+    "name, scorers, tools, option",
+    [
+        ("wise", {"bright": len}, {"judge": JUDGE}, "rewards"),
+        ("dpg", {"bright": len}, {"judge": JUDGE}, "rewards"),
+        ("wise", {}, {"judge": JUDGE, "detector": "d"}, "detector"),
+        ("dpg", {}, {"judge": JUDGE, "detector": "d"}, "detector"),
+        ("dpg", {}, {"judge": JUDGE, "rubric": "r.txt"}, "rubric"),
+        ("geneval", {}, {"judge": JUDGE, "detector": "d"}, "judge"),
+        ("list", {"bright": len}, {"detector": "d"}, "detector"),
+    ],
+)
+def test_option_without_effect_on_a_benchmark_is_rejected(name, scorers, tools, option, tmp_path):
+    with pytest.raises(InputError, match=f"^`{option}` must be left out for {name}"):
+        benchmarks.score_benchmark(TASKS[name], {}, tmp_path / "out", scorers=scorers, tools=tools)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "options, expected",
+    [
+        (["--judge-url", "http://127.0.0.1:9/v1"], "`--judge-url` and `--judge-model`"),
+        (["--judge-model", "stub"], "`--judge-url` and `--judge-model`"),
+        (["--judge-key", "KEY"], "`--judge-key` must go with"),
+    ],
+)
+def test_incomplete_judge_is_rejected(options, expected, tmp_path):
+    result = CliRunner().invoke(
+        evaluation_app, ["--benchmark", "wise", "--images", f"plain={tmp_path}", *options]
+    )
+    assert isinstance(result.exception, InputError)
+    assert expected in str(result.exception)

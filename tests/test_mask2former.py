@@ -105,7 +105,7 @@ def test_objects_are_mmdets():
     for ours, theirs in zip(found, GOLDEN["objects"], strict=True):
         assert ours.label == theirs["label"] and list(ours.box) == theirs["box"]
         assert ours.score == pytest.approx(theirs["score"], abs=1e-6)
-        assert ours.mask.shape == tiny.GIVEN["original"] and ours.mask.sum() == theirs["pixels"]
+        assert ours.mask.shape == tiny.GIVEN["image_size"] and ours.mask.sum() == theirs["pixels"]
     few = detector._post_process(classes, masks, **tiny.GIVEN, min_score=0.3)
     assert few == [one for one in found if one.score > 0.3] != found
 

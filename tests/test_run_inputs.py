@@ -52,7 +52,7 @@ def elsewhere(trained, tmp_path):
     for name in ("model", "prompts", "eval_prompts"):
         note["settings"][name] = note["settings"][name].replace(str(trained), str(home))
     (home / "run" / "run.json").write_text(json.dumps(note))
-    run_folder.is_own_run(home / "run", remember=True)
+    run_folder.record_own_run(home / "run")
     (tmp_path / "B").mkdir()
     (tmp_path / "B" / "mine.txt").write_text(OTHER)
     shutil.copytree(home / "model", tmp_path / "B" / "model")
@@ -153,7 +153,7 @@ def test_an_older_run_without_the_newer_notes_is_compared_too(elsewhere):
     del note["inputs"]
     note["settings"] |= {"model": "model", "prompts": "mine.txt", "eval_prompts": "mine.txt"}
     file.write_text(json.dumps(note))
-    run_folder.is_own_run(elsewhere / "run", remember=True)
+    run_folder.record_own_run(elsewhere / "run")
     shutil.copytree(elsewhere / "model", elsewhere.parent / "B" / "model", dirs_exist_ok=True)
     assert "`eval_prompts` must be" in sentence(
         call("evaluate", "../A/run", cwd=elsewhere.parent / "B")

@@ -266,7 +266,7 @@ def test_a_run_in_several_sizes_resumes_bit_for_bit(name, tmp_path):
     drawn = set()
     for line in (evaluation / "scores.jsonl").read_text().splitlines():
         record = json.loads(line)
-        size = run_images.size_of_arm(settings, record["arm"], record["prompt_index"])
+        size = run_images.arm_image_size(settings, record["arm"], record["prompt_index"])
         height, width = (size, size) if isinstance(size, int) else size
         assert Image.open(evaluation / record["file"]).size == (width, height)
         if record["arm"] == "as-trained":

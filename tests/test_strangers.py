@@ -1,6 +1,7 @@
 """A run folder from a stranger is data: reading it runs nothing, contacts nobody, opens nothing beside it."""
 
 import errno
+import inspect
 import json
 import shutil
 from pathlib import Path
@@ -192,6 +193,21 @@ def test_a_run_of_this_machine_is_known_until_its_rewards_are_changed(tmp_path, 
     assert not run_folder.is_own_run(run)
     monkeypatch.setenv("CHUNK_GRPO_CACHE", str(tmp_path / "another"))
     assert not run_folder.is_own_run(tmp_path / "copy")
+
+
+def test_asking_whether_a_run_is_own_writes_no_file(tmp_path, monkeypatch):
+    monkeypatch.setenv("CHUNK_GRPO_CACHE", str(tmp_path / "cache"))
+    run = tmp_path / "run"
+    write_json(run / "run.json", {"run_id": "a", "settings": {"reward": "pocket-clip"}})
+    parameters = inspect.signature(run_folder.is_own_run).parameters
+    assert list(parameters) == ["run"]  # no option can make the question record the run
+    assert not run_folder.is_own_run(run)
+    assert not (tmp_path / "cache").exists()
+    run_folder.record_own_run(run)
+    run_folder.record_own_run(run)
+    assert run_folder.is_own_run(run)
+    lines = (tmp_path / "cache" / "own-runs.txt").read_text().splitlines()
+    assert len(lines) == len(set(lines))
 
 
 SCRIPT = "<script>alert(1)</script>"

@@ -165,9 +165,9 @@ def drawn(seed: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 GIVEN = {
-    "padded": (96, 64),
-    "fitted": (90, 60),
-    "original": (45, 30),
+    "padded_size": (96, 64),
+    "resized_size": (90, 60),
+    "image_size": (45, 30),
 }  # heights, widths of the golden objects
 SIZES = (
     ((60, 90), (80, 120)),

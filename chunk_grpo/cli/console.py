@@ -57,14 +57,17 @@ def parse_numbers(
     high: int = 10**18,  # highest number allowed
 ) -> list[int]:
     """Return the whole numbers in an option's text, separated by commas; raise InputError for anything else."""
-    numbers = [number.strip() for number in text.split(",")] if text.strip() else []
-    if not all(
-        re.fullmatch("[0-9]{1,18}", number) and low <= int(number) <= high for number in numbers
-    ):
-        raise InputError(
-            f"`{option}` must be whole numbers from {low} to {high}, separated by commas; got {text!r:.80}"
-        )
-    return [int(number) for number in numbers]
+    if not text.strip():
+        return []
+    numbers = []
+    for part in text.split(","):
+        is_whole = re.fullmatch("[0-9]{1,18}", part.strip())
+        if not is_whole or not low <= int(part) <= high:
+            raise InputError(
+                f"`{option}` must be whole numbers from {low} to {high}, separated by commas; got {text!r:.80}"
+            )
+        numbers.append(int(part))
+    return numbers
 
 
 def resolution_to_yaml(text: str | None) -> str | None:  # text: such as 512, or 768,1024
@@ -101,7 +104,7 @@ PageOption = Annotated[
 
 # %% ../../nbs/14_cli/00_console.ipynb #cd29fb29
 def print_rows(table: list[tuple[str, str]]) -> None:  # table: (name, text) per row
-    """Print each row's name and text, aligned in two columns."""
+    """Print the name and the text of each row, aligned in two columns."""
     width = max(len(name) for name, _ in table) + 2
     typer.echo("\n".join(f"{name:{width}}{text}" for name, text in table))
 
@@ -157,33 +160,35 @@ class EscapingTextStream(io.TextIOWrapper):
         """Write the text with its control characters escaped, and return the number of characters written."""
         if isinstance(text, str):
             text = escape_control_characters(text)
-        return super().write(text)  # click writes bytes to find out whether a stream accepts them
+        return super().write(text)  # click writes bytes to test whether a stream accepts them
 
 
 def rewrap_stream(
     stream,  # such as sys.stdout
-    raw: type = BestEffortFile,  # class that writes the bytes
-    text: type = EscapingTextStream,  # class that writes the text
+    byte_class: type = BestEffortFile,  # class that writes the bytes
+    text_class: type = EscapingTextStream,  # class that writes the text
 ):
     """Wrap the file of a stream in a new text stream; return `stream` itself if it has no file."""
     try:
-        new = raw(stream.fileno(), "w", closefd=False)
+        raw_file = byte_class(stream.fileno(), "w", closefd=False)
     except (AttributeError, OSError, ValueError):
         return stream
-    return text(io.BufferedWriter(new), stream.encoding, "backslashreplace", line_buffering=True)
+    return text_class(
+        io.BufferedWriter(raw_file), stream.encoding, "backslashreplace", line_buffering=True
+    )
 
 # %% ../../nbs/14_cli/00_console.ipynb #b26d0682
 def check_trust(
     run: Path,  # run folder
     trust: bool,  # True: the user gave --trust
-    overrides: Sequence[str] = (),  # NAME=VALUE from the user, which need no trust
-    doing: str = "evaluating",  # what the command does, for the error
-    rewards_too: bool = True,  # the command scores images, so rewards need trust too
+    overrides: Sequence[str] = (),  # the user's own NAME=VALUE, which need no trust
+    doing: str = "evaluating",  # the command's action, such as "sampling from", for the error
+    rewards_too: bool = True,  # whether the command loads the run's rewards
 ) -> None:
-    """Raise InputError if the run would load or run anything that the user has not trusted.
+    """Raise InputError if the command would load or execute anything that the user does not trust.
 
-    That concerns code, a hub model, or a reward's location or options that a run from another machine names, and
-    code that was edited since the run was trained.
+    This concerns what a run from another machine names: code, a hub model, or the location and options of a reward. It
+    also concerns code that was edited after the run was trained.
     """
     from chunk_grpo.runs import run_folder  # here, since it imports torch
 

@@ -179,13 +179,18 @@ def evaluate(
 
     reward_names = split_commas(rewards) or []
     judge_server = None
-    if judge_url and judge_model:
+    if bool(judge_url) != bool(judge_model):
+        raise InputError("`--judge-url` and `--judge-model` must be given together; got only one")
+    if judge_key and not judge_url:
+        raise InputError("`--judge-key` must go with `--judge-url`; got it alone")
+    if judge_url:
         judge_server = judge.Judge(judge_url, judge_model, judge_key)
     tools = {"detector": detector, "judge": judge_server}
 
     if images:
         # Score images that were made elsewhere: one folder per arm.
         task = benchmarks.load_benchmark_task(benchmark, source, samples or None)
+        task.check_options(reward_names, tools)
         scores_folder = out or Path("benchmarks") / task.name
         files.check_writable(scores_folder / "scores.jsonl", "`--out`", file=True)
         folders = {}
@@ -199,7 +204,7 @@ def evaluate(
                 )
         scorers = {name: placement.load_placed_reward(name) for name in reward_names}
         benchmarks.score_benchmark(
-            what=task,
+            task=task,
             arms=folders,
             out=scores_folder,
             source=source,
@@ -216,7 +221,7 @@ def evaluate(
             samples=samples or None,
             processes=processes,
             changes=overrides or (),
-            names=reward_names,
+            reward_names=reward_names,
             tools=tools,
             say=typer.echo,
             trust=trust,

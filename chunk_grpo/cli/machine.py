@@ -45,19 +45,19 @@ def _describe_gpus(
     return [*rows, ("GPUs", f"none that torch sees: {explain_missing_gpu(torch.version.cuda)}")]
 
 
-def _reward_note(
-    # hub id -> its files, separated by spaces, and "or" -> another way to get them; or the note itself
-    needs: dict[str, str] | str,
+def _describe_reward_files(
+    # hub id -> names of its files, separated by spaces, and "or" -> another way to get them; or a text to return
+    needed_files: dict[str, str] | str,
 ) -> str:
-    """State whether a reward's weights are in the hub's cache, or the command that fetches the missing files."""
+    """State whether a reward's weights are in the hub's cache, or name the command that fetches the missing files."""
     from huggingface_hub import try_to_load_from_cache  # here, since it takes a moment
 
-    if not needs:
+    if not needed_files:
         return "ready, shipped"
-    if isinstance(needs, str):
-        return needs
+    if isinstance(needed_files, str):
+        return needed_files
     commands = []
-    for hub_id, file_names in needs.items():
+    for hub_id, file_names in needed_files.items():
         if hub_id == "or":
             continue
         missing = [
@@ -69,23 +69,23 @@ def _reward_note(
             commands.append(f"hf download {hub_id} {' '.join(missing)}")
     if not commands:
         return "ready, in the hub's cache"
-    return f"missing: {' && '.join(commands)}; or {needs['or']}"
+    return f"missing: {' && '.join(commands)}; or {needed_files['or']}"
 
 
-def _model_note(
+def _describe_model(
     hub_id: str,
     licence: str,  # ends with ", gated" if the hub asks you to accept it
 ) -> str:
-    """State whether a base model is complete in the hub's cache, or how to get it."""
+    """State the licence of a base model, and whether it is complete in the hub's cache or how to get it."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     from chunk_grpo.models.inputs import check_pipeline_folder
 
     page = f"https://huggingface.co/{hub_id}"
-    steps = (
-        [f"accept its licence on {page}", "hf auth login"] if licence.endswith(", gated") else []
-    )
+    steps = []
+    if licence.endswith(", gated"):
+        steps = [f"accept its licence on {page}", "hf auth login"]
     try:
         check_pipeline_folder(Path(snapshot_download(hub_id, local_files_only=True)))
         return f"{licence}: ready, in the hub's cache"
@@ -96,15 +96,15 @@ def _model_note(
         return f"{licence}: incomplete in the hub's cache: {error}"
 
 
-def _package_note(
-    package: str,  # its name for `import`
-    install: str,  # its name for `pip install`
+def _describe_package(
+    import_name: str,  # its name for `import`
+    pip_name: str,  # its name for `pip install`
 ) -> str:
     """State the version of an optional package, or the command that installs it."""
-    if importlib.util.find_spec(package) is None:
-        return f"missing: pip install {install}"
+    if importlib.util.find_spec(import_name) is None:
+        return f"missing: pip install {pip_name}"
     try:
-        return f"ready, {importlib.metadata.version(package.replace('_', '-'))}"
+        return f"ready, {importlib.metadata.version(import_name.replace('_', '-'))}"
     except importlib.metadata.PackageNotFoundError:  # installed under another name
         return "ready"
 
@@ -157,7 +157,7 @@ def doctor(
 
     # For each reward, prompt list and benchmark: whether it is ready, or the command that fetches it.
     needs = validation.read_yaml_file(Path(chunk_grpo.__file__).parent / "cli/needs.yaml")
-    rewards = {name: _reward_note(files) for name, files in needs["rewards"].items()}
+    rewards = {name: _describe_reward_files(files) for name, files in needs["rewards"].items()}
     for reward, environment in {"hpsv3, backend package": "hpsv3", "ocr": "ocr"}.items():
         try:
             folder = placement.environment_python(environment).parents[1]
@@ -171,14 +171,14 @@ def doctor(
         requirements += [(f"{kind} {name}", text) for name, text in texts.items()]
 
     models = [
-        (f"model {hub_id}", _model_note(hub_id, licence))
+        (f"model {hub_id}", _describe_model(hub_id, licence))
         for hub_id, licence in needs["models"].items()
     ]
     options = [
-        (setting, _package_note(package, install))
+        (setting, _describe_package(package, install))
         for setting, (package, install) in needs["packages"].items()
     ]
-    options += [(f"tracker={name}", _package_note(name, name)) for name in TRACKERS]
+    options += [(f"tracker={name}", _describe_package(name, name)) for name in TRACKERS]
 
     tables = {
         "versions": versions,

@@ -98,11 +98,12 @@ def root_callback(
     """Reinforcement learning of flow-matching image models with chunks."""
     # These commands only print; the others write files, which matter more than their output.
     only_prints = ctx.invoked_subcommand in ("plan", "doctor", "presets", "methods")
-    raw = io.FileIO if only_prints else BestEffortFile
-    ctx.with_resource(contextlib.redirect_stdout(rewrap_stream(sys.stdout, raw)))
+    byte_class = io.FileIO if only_prints else BestEffortFile
+    stdout = rewrap_stream(sys.stdout, byte_class)
+    ctx.with_resource(contextlib.redirect_stdout(stdout))
     if not only_prints:
         # Progress bars move the cursor with control characters, so stderr is not escaped.
-        stderr = rewrap_stream(sys.stderr, text=io.TextIOWrapper)
+        stderr = rewrap_stream(sys.stderr, text_class=io.TextIOWrapper)
         ctx.with_resource(contextlib.redirect_stderr(stderr))
     elif threading.current_thread() is threading.main_thread():
         # With the default handler a closed pipe ends the process quietly.
@@ -158,9 +159,11 @@ def describe_error(error: Exception) -> tuple[int, str]:
         message = " ".join(str(error).split())[:300]
         code = 1
         text = f"an unforeseen {type(error).__name__}: {message}; the traceback is in {log.name}"
-    # One line of bounded length, whatever the error's text contains.
+    # Limit the sentence to one line of bounded length.
     text = escape_control_characters(text).replace("\n", "\\n").replace("\t", "\\t")
-    return code, text if len(text) <= 1000 else f"{text[:500]} ... {text[-500:]}"
+    if len(text) > 1000:
+        text = f"{text[:500]} ... {text[-500:]}"
+    return code, text
 
 
 def main():
@@ -182,7 +185,7 @@ def main():
         stream.reconfigure(errors="backslashreplace")
     try:
         app()
-    except Exception as error:  # the last resort
+    except Exception as error:  # also unforeseen errors, which become one sentence
         code, sentence = describe_error(error)
         with contextlib.suppress(OSError):  # stderr may be closed
             typer.echo(f"chunk-grpo: {sentence}", err=True)

@@ -96,7 +96,7 @@ def plan(
     from chunk_grpo.pocket import POCKET_MODELS
     from chunk_grpo.training.method_loading import call_hook, load_method
 
-    # Open no folder and no code that the settings of somebody else's run name.
+    # Do not open any folder or code that the settings of a run from another machine name.
     origin = "own" if source else run_folder.run_origin(run)
     if origin != "own":
         reasons = [f"it names the code {code}" for code in settings.named_code(run_settings)]
@@ -134,8 +134,11 @@ def plan(
         method = load_method(fit_update_batch(config, run_settings))
     counts = call_hook(method, "counts")
 
-    # FLOP/s of one process: the device's, the value of --rate, or measured if the model's size is known.
-    speed = getattr(find_device(device), run_settings.dtype) * 1e12 if device else rate * 1e12
+    # FLOP/s of one process: that of the device, the value of --rate, or a measurement if the model's size is known.
+    if device:
+        speed = getattr(find_device(device), run_settings.dtype) * 1e12
+    else:
+        speed = rate * 1e12
     estimated = "estimated, not measured"
     if not speed and config is not None:
         estimated += ", but for this machine's matrix rate"
@@ -211,22 +214,24 @@ def speed(
     file = None if out is None else check_output_file("out", out)
     if file and (file.suffix != ".json" or not file.absolute().parent.is_dir()):
         raise InputError(f"`--out` must be a .json file in a folder that exists; got {out}")
-    from chunk_grpo.measurements import speed as measuring  # here, since it imports torch
+    from chunk_grpo.measurements import speed as measurements  # here, since it imports torch
 
-    # The options are settings too.
+    # These options change settings, too.
     options = {
         "prompts_per_iteration": prompts,
         "images_per_prompt": images,
         "steps": steps,
         "resolution": resolution_to_yaml(resolution),
     }
-    changes = [
-        *(overrides or ()),
-        *(f"{name}={value}" for name, value in options.items() if value is not None),
-    ]
-    workload = measuring.load_workload_settings(model, changes)
-    result = measuring.measure_iteration(workload, repeats, lambda line: typer.echo(line, err=True))
-    typer.echo("\n".join(measuring.speed_lines(result)))
+    changes = list(overrides or ())
+    for name, value in options.items():
+        if value is not None:
+            changes.append(f"{name}={value}")
+    workload = measurements.load_workload_settings(model, changes)
+    result = measurements.measure_iteration(
+        workload, repeats, lambda line: typer.echo(line, err=True)
+    )
+    typer.echo("\n".join(measurements.speed_lines(result)))
     if file:
         files.write_json(file, result)
         typer.echo(f"numbers: {file}")

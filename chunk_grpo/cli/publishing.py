@@ -149,15 +149,15 @@ def export(
     """Export a run's weights and a model card for other programs."""
     if public and not push_to_hub:
         raise InputError("`--public` needs the repository in `--push-to-hub`; got none")
-    from chunk_grpo.reporting import export as exporting  # here, since it imports torch
+    from chunk_grpo.reporting import export as exports  # here, since it imports torch
 
     check_trust(run, trust, doing="exporting", rewards_too=False)
     if push_to_hub:
-        exporting.check_hub_login(push_to_hub)
-    exported = exporting.export_run(run=run, folder=folder, trust=trust, layout=layout)
+        exports.check_hub_login(push_to_hub)
+    exported = exports.export_run(run=run, folder=folder, trust=trust, layout=layout)
     typer.echo(f"card: {exported / 'README.md'}")
     if push_to_hub:
-        typer.echo(f"uploaded: {exporting.push_to_hub(exported, push_to_hub, private=not public)}")
+        typer.echo(f"uploaded: {exports.push_to_hub(exported, push_to_hub, private=not public)}")
     else:
         upload = shlex.join(["hf", "upload", f"NAME/{exported.name}", str(exported)])
         typer.echo(f"to share it, after reading the base's licence: {upload}")

@@ -143,7 +143,8 @@ def tables(
     """Rebuild the paper's tables from evaluated runs."""
     if arm not in ("hybrid", "plain"):
         raise InputError(f"`--arm` must be hybrid or plain; got {arm!r}")
-    if wrong := [text for text in name or [] if not all(text.partition("="))]:
+    wrong = [text for text in name or [] if not all(text.partition("="))]
+    if wrong:
         raise InputError(
             f"`--name` must be THEIRS=OURS, such as CLIP=pocket-clip; got {wrong[0]!r}"
         )
@@ -205,7 +206,7 @@ def profile(
         dict.fromkeys(parse_numbers(option="--steps", text=steps, low=2, high=10_000))
     )
     changes = list(overrides or ())
-    if run and source:  # with --run the first argument is a change too
+    if run and source:  # with --run the first argument is a change, too
         changes.insert(0, source)
     from chunk_grpo.models import inputs  # these here, since they import torch
     from chunk_grpo.reporting.reports import write_report
@@ -248,16 +249,16 @@ def verify(
     as_json: JsonOption = False,
 ):
     """Repeat a run's first iterations and compare the results."""
-    from chunk_grpo.runs import launch, verify as verifying  # here, since they import torch
+    from chunk_grpo.runs import launch, verify as verification  # here, since they import torch
 
     check_trust(run, trust, doing="verifying")
     with exit_if_interrupted():
         progress = None if as_json else launch.print_progress
-        result = verifying.verify_run(
+        result = verification.verify_run(
             run=run, iterations=iterations, processes=processes, on_log=progress, trust=trust
         )
     if as_json:
         print_json(result)
     else:
-        typer.echo("\n".join(verifying.verification_lines(result)))
+        typer.echo("\n".join(verification.verification_lines(result)))
     raise typer.Exit(int(result["answer"] == "differs"))

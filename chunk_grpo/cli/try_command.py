@@ -61,18 +61,22 @@ def try_command(
     """Check, tune, test and rank a method of your own."""
     # Imported here, since they import torch.
     from chunk_grpo.reporting.reports import write_report
-    from chunk_grpo.studies import try_method as trying
+    from chunk_grpo.studies import try_method as method_trials
 
     command = ["chunk-grpo", "try", source, *(overrides or ())]
-    command += ["--quick"] if quick else []
-    command += ["--processes", str(processes)] if processes else []
-    command += ["--out", str(out)] if out else []
-    command += ["--protocol", protocol] if protocol != "referee" else []
-    folder = (out or trying.default_folder(source, quick)).absolute()
+    if quick:
+        command.append("--quick")
+    if processes:
+        command += ["--processes", str(processes)]
+    if out:
+        command += ["--out", str(out)]
+    if protocol != "referee":
+        command += ["--protocol", protocol]
+    folder = (out or method_trials.default_folder(source, quick)).absolute()
     with exit_if_interrupted(
         lambda: f"finished trials are kept, continue with: {shlex.join(command)}"
     ):
-        page = trying.try_method(
+        page = method_trials.try_method(
             source,
             overrides or (),
             out=folder,
@@ -81,7 +85,7 @@ def try_command(
             protocol=protocol,
             say=typer.echo,
         )
-    typer.echo("\n" + "\n".join(trying.summarise_try(folder)) + "\n")
+    typer.echo("\n" + "\n".join(method_trials.summarise_try(folder)) + "\n")
     report = write_report(
         "study",
         folder / "report.html",

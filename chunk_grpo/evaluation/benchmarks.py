@@ -58,7 +58,7 @@ from chunk_grpo.runs.processes import (
     default_sampling_processes,
     sampling_threads,
     progress_text,
-    share_out,
+    run_shares,
 )
 from ..runs.run_folder import check_run_inputs, check_trust, run_origin
 
@@ -68,8 +68,7 @@ class ScoringInputs:
     """Hold what is needed to score the images of a benchmark."""
 
     scorers: Mapping[str, Callable] | None = None  # rewards, keyed by name
-    # keyed by detector, clip and device for GenEval; by judge and rubric for WISE and DPG-Bench
-    tools: Mapping = field(default_factory=dict)
+    tools: Mapping = field(default_factory=dict)  # keyed as in the task's `tool_names`
     source: str | Path | None = None  # file or folder of the prompts
     say: Callable[[str], None] = lambda text: None  # called with progress messages
 
@@ -86,6 +85,9 @@ class BenchmarkTask:
     records: tuple[dict, ...] = ()  # record of each prompt, for rewards; GenEval's metadata
 
     uses_rewards: ClassVar[bool] = True
+    tool_names: ClassVar[
+        tuple[str, ...]
+    ] = ()  # keys of `ScoringInputs.tools` that affect the scores
 
     def file(
         self,
@@ -97,19 +99,22 @@ class BenchmarkTask:
             return Path(f"{self.file_names[prompt_index]}.png")
         return Path(f"{prompt_index:05d}_{image_index}.png")
 
-    def places(self) -> list[tuple[int, int]]:
-        """List the pair (prompt index, image index) of every image."""
+    def image_indices(self) -> list[tuple[int, int]]:  # (prompt index, image index)
+        """List the indices of all images, prompt by prompt."""
         return [(p, n) for p in range(len(self.prompts)) for n in range(self.samples)]
 
-    def missing(
+    def missing_images(
         self,
         folder: Path,  # folder of the arm
-        share: tuple[int, int] = (0, 1),  # a process's number, and the number of processes
+        share: tuple[int, int] = (0, 1),  # index of the process, and the number of processes
     ) -> list[tuple[int, int]]:  # (prompt index, image index)
-        """List the images of a process's share that have no file in the folder."""
-        number, count = share
-        places = self.places()[number::count]
-        return [place for place in places if not (Path(folder) / self.file(*place)).is_file()]
+        """List the images that a process has to sample: those of its share that have no file in the folder."""
+        process_index, process_count = share
+        missing = []
+        for prompt_index, image_index in self.image_indices()[process_index::process_count]:
+            if not (Path(folder) / self.file(prompt_index, image_index)).is_file():
+                missing.append((prompt_index, image_index))
+        return missing
 
     def write_image(
         self,
@@ -122,15 +127,33 @@ class BenchmarkTask:
         with atomic_write(folder / self.file(prompt_index, image_index)) as temporary:
             image.save(temporary, "PNG")
 
+    def check_options(
+        self,
+        reward_names: Sequence[str],  # names of the rewards that the user chose
+        tools: Mapping,  # see `ScoringInputs`; an empty value counts as not given
+    ) -> None:
+        """Raise InputError if the user gave a reward or a tool that does not affect this benchmark's scores."""
+        if reward_names and not self.uses_rewards:
+            raise InputError(
+                f"`rewards` must be left out for {self.name}, which is not scored by rewards; got "
+                f"{', '.join(reward_names)}"
+            )
+        unused = [name for name, tool in tools.items() if tool and name not in self.tool_names]
+        if unused:
+            raise InputError(
+                f"`{unused[0]}` must be left out for {self.name}, because it does not affect the scores of "
+                f"this benchmark; got one"
+            )
+
     def check_inputs(self, inputs: ScoringInputs) -> None:
         """Raise InputError unless everything needed to score the images is given."""
         if not inputs.scorers:
             raise InputError(f"`rewards` must name the rewards that score {self.name}; got none")
 
     def load_models(self, inputs: ScoringInputs) -> None:
-        """Load the models that score the images, to detect damaged ones before hours of sampling.
+        """Load the models that score the images, so that damaged files are detected before hours of sampling.
 
-        The base class does nothing, because rewards are loaded already.
+        The base class does nothing, because rewards are loaded before this call.
         """
 
     def score(
@@ -150,6 +173,7 @@ class GenEvalTask(BenchmarkTask):
     """Define GenEval: files in its layout with the prompts' metadata, scored by a detector."""
 
     uses_rewards = False
+    tool_names = ("detector", "clip", "device")
 
     @classmethod
     def read(
@@ -203,15 +227,15 @@ class GenEvalTask(BenchmarkTask):
         """
         tools = inputs.tools
         options = {key: tools[key] for key in ("clip", "device") if tools.get(key)}
-        places = self.places()
+        image_indices = self.image_indices()
         summaries = {}
         records = []
         for arm, folder in arms.items():
-            images = [(Path(folder) / self.file(p, n), self.records[p]) for p, n in places]
-            lines, summaries[arm] = geneval.evaluate_geneval(
+            images = [(Path(folder) / self.file(p, n), self.records[p]) for p, n in image_indices]
+            verdicts, summaries[arm] = geneval.evaluate_geneval(
                 images, Path(out) / arm, tools["detector"], say=inputs.say, **options
             )
-            for (p, n), line in zip(places, lines, strict=True):
+            for (p, n), verdict in zip(image_indices, verdicts, strict=True):
                 records.append(
                     {
                         "arm": arm,
@@ -219,14 +243,14 @@ class GenEvalTask(BenchmarkTask):
                         "image_index": n,
                         "prompt": self.prompts[p],
                         "category": {"geneval": self.categories[p]},
-                        "scores": {"geneval": float(line["correct"])},
+                        "scores": {"geneval": float(verdict["correct"])},
                     }
                 )
         weights = dict.fromkeys(self.categories, 1 / len(set(self.categories)))
         return {"arms": summaries, "overall": compare_arms(records, list(arms), "geneval", weights)}
 
 # %% ../../nbs/10_evaluation/08_benchmarks.ipynb #f1786d21
-# A separate folder, because in the benchmark's folder the judge's scores.jsonl would be read as an evaluation's.
+# The judge's scores.jsonl needs a separate folder: in the benchmark's folder it would be read as an evaluation's file.
 _JUDGE_FOLDER = "judge"
 
 
@@ -234,17 +258,17 @@ def _check_judge(
     name: str,  # name of the benchmark
     tools: Mapping,  # see `ScoringInputs`
 ) -> None:
-    """Raise InputError unless the judge has a valid address and key, and the rubric can be read."""
+    """Raise InputError unless a judge is given and its address and key are valid."""
     if not tools.get("judge"):
         raise InputError(f"`judge` must have an address and a model for {name}; got none")
     tools["judge"].api_key()
-    judged.read_rubric(tools.get("rubric"))
 
 
 class WISETask(BenchmarkTask):
     """Define WISE: one image per prompt, which a judge rates on three scales."""
 
     uses_rewards = False
+    tool_names = ("judge", "rubric")
 
     @classmethod
     def read(
@@ -264,6 +288,7 @@ class WISETask(BenchmarkTask):
     def check_inputs(self, inputs: ScoringInputs) -> None:
         """Raise InputError unless the judge has a valid address and key, and the rubric can be read."""
         _check_judge(self.name, inputs.tools)
+        judged.read_rubric(inputs.tools.get("rubric"))
 
     def score(self, arms: Mapping[str, Path], out: Path, inputs: ScoringInputs) -> dict:
         """Judge the images of all arms with WISE."""
@@ -281,6 +306,7 @@ class DPGTask(BenchmarkTask):
     """Define DPG-Bench: one image per prompt, about which a judge answers questions."""
 
     uses_rewards = False
+    tool_names = ("judge",)
 
     @classmethod
     def read(
@@ -297,7 +323,7 @@ class DPGTask(BenchmarkTask):
         )
 
     def check_inputs(self, inputs: ScoringInputs) -> None:
-        """Raise InputError unless the judge has a valid address and key, and the rubric can be read."""
+        """Raise InputError unless the judge has a valid address and key."""
         _check_judge(self.name, inputs.tools)
 
     def score(self, arms: Mapping[str, Path], out: Path, inputs: ScoringInputs) -> dict:
@@ -321,18 +347,23 @@ _SOURCE_DESCRIPTIONS = {
 
 
 def load_benchmark_task(
-    name: str,  # geneval, one of _SOURCE_DESCRIPTIONS, or a file of prompts
-    source: str | Path | None = None,  # the file, folder or checkout that the user has
+    name: str,  # geneval, a key of `_SOURCE_DESCRIPTIONS`, or a file of prompts
+    source: str | Path | None = None,  # the user's file, folder or checkout with the prompts
     samples: int | None = None,  # images per prompt; None: the benchmark's own number
 ) -> BenchmarkTask:
     """Load a benchmark by its name.
 
-    Raises InputError if the name is unknown or its prompts are missing; the error states where to get them.
+    Raises InputError if the name is unknown, if its prompts are missing, or if an option has no effect on the benchmark. The
+    error about missing prompts states where to get them.
     """
     prompt_file, column = split_prompt_column(name)
     if name in _SOURCE_DESCRIPTIONS and source is None:
         raise InputError(
             f"`source` must be the path of {_SOURCE_DESCRIPTIONS[name]} for {name}; got nothing"
+        )
+    if name in ("wise", "dpg") and samples not in (None, 1):
+        raise InputError(
+            f"`samples` must be 1 or left out for {name}, which has one image per prompt; got {samples}"
         )
     if name == "geneval":
         return GenEvalTask.read(source, samples)
@@ -350,11 +381,8 @@ def load_benchmark_task(
             prompts += style_prompts
             categories += [style] * len(style_prompts)
         return BenchmarkTask(name, tuple(prompts), samples or 1, tuple(categories))
-    if (
-        name not in _SOURCE_DESCRIPTIONS
-        and not Path(prompt_file).is_file()
-        and not name.startswith("pocket:")
-    ):
+    is_known = name in _SOURCE_DESCRIPTIONS or name.startswith("pocket:")
+    if not is_known and not Path(prompt_file).is_file():
         raise InputError(
             f"`benchmark` must be one of geneval, {', '.join(_SOURCE_DESCRIPTIONS)}, or a file of prompts; got "
             f"{name!r}"
@@ -379,11 +407,11 @@ def load_benchmark_task(
 
 def _name_of_prompt_list(
     path: str,  # path of a user's prompt list
-    column: str = "",  # column of the list that holds the prompts, if the user named one
+    column: str = "",  # column that holds the prompts; empty: the user named none
 ) -> str:
     """Build the name of a benchmark from the path of a user's prompt list.
 
-    A list whose file is named like one of the known benchmarks gets another name, because their rules do not apply to it.
+    If the file has the name of a known benchmark, a suffix is added, because that benchmark's rules do not apply to the list.
     """
     name = Path(path).stem.replace("pocket:", "pocket-")
     if name.lower() in ("geneval", *_SOURCE_DESCRIPTIONS):
@@ -401,7 +429,7 @@ def prepare_benchmark(
 ) -> tuple[setting.Settings, dict[str, int | None]]:  # settings, and arm -> split
     """Return the settings and arms of a benchmark, and write its manifest if there is none.
 
-    Raises InputError if the run is not finished, or if the folder has images from other settings or weights.
+    Raises InputError if the run is not finished, or if the folder's images were sampled with other settings or weights.
     """
     find_trained_weights(run)
     settings = evaluation_settings(run, changes)
@@ -435,10 +463,10 @@ def prepare_benchmark(
 # %% ../../nbs/10_evaluation/08_benchmarks.ipynb #ff30d0dc
 def sample_benchmark(
     run: Path,  # folder of a finished run
-    task: Sequence,  # arguments for `load_benchmark_task`: name, source and samples
+    task: Sequence,  # arguments of `load_benchmark_task`: name, source and samples
     out: Path,  # the benchmark's folder
     changes: Mapping | Sequence[str] = (),  # changed settings, see `evaluation_settings`
-    share: tuple[int, int] = (0, 1),  # this process's number, and the number of processes
+    share: tuple[int, int] = (0, 1),  # index of this process, and the number of processes
     say: Callable[[str], None] = print,  # called with progress messages
     trust: bool = False,  # load and execute what a run from elsewhere names
 ) -> None:
@@ -454,11 +482,11 @@ def sample_benchmark(
         model.negative_prompts = {}  # they belong to the run's prompts, not to the benchmark's
         for arm, split in arms.items():
             folder = Path(out) / arm
-            places = benchmark.missing(folder, share)
+            missing = benchmark.missing_images(folder, share)
             batch_size = 4 * settings.rollout_batch
             start = time.monotonic()
-            for low in range(0, len(places), batch_size):
-                batch = places[low : low + batch_size]
+            for low in range(0, len(missing), batch_size):
+                batch = missing[low : low + batch_size]
                 samples = sample_arm_images(
                     model,
                     settings,
@@ -474,10 +502,10 @@ def sample_benchmark(
                 done = low + len(batch)
                 progress = progress_text(
                     done=done,
-                    images=len(places),
+                    images=len(missing),
                     seconds=time.monotonic() - start,
                     spent=done,
-                    left=len(places) - done,
+                    left=len(missing) - done,
                 )
                 say(f"{benchmark.name}, {arm}: {progress}")
 
@@ -495,54 +523,63 @@ def _score_with_rewards(
     a prompt, they are scored together. Raises InputError if the folder has scores from other rewards.
     """
     file = Path(out) / "scores.jsonl"
-    places = task.places()
+    image_indices = task.image_indices()
     batch_size = 32  # images per batch
     file.parent.mkdir(parents=True, exist_ok=True)
     drop_partial_line(file)
     records = {(r["arm"], r["prompt_index"], r["image_index"]): r for r in read_json_lines(file)}
-    if records and (old := set(next(iter(records.values()))["scores"])) != set(scorers):
-        raise InputError(
-            f"`out`: {file} has scores of {', '.join(sorted(old))}, not of {', '.join(sorted(scorers))}; "
-            f"remove it or name another folder"
-        )
+    if records:
+        stored_names = set(next(iter(records.values()))["scores"])
+        if stored_names != set(scorers):
+            raise InputError(
+                f"`out`: {file} has scores of {', '.join(sorted(stored_names))}, not of "
+                f"{', '.join(sorted(scorers))}; remove it or name another folder"
+            )
 
-    inputs = {key for scorer in scorers.values() for key in rewards.extra_inputs(scorer)}
-    # hash of each prompt's record, which matters only if a reward takes records
+    extra_inputs = {key for scorer in scorers.values() for key in rewards.extra_inputs(scorer)}
+    # The hash of each prompt's record, needed only if a reward takes records.
     prompt_hashes = {}
-    if "records" in inputs:
+    if "records" in extra_inputs:
         for p, record in enumerate(task.records):
             text = json.dumps(record, sort_keys=True, default=str)
             prompt_hashes[p] = hashlib.sha256(text.encode()).hexdigest()
     for arm, folder in arms.items():
-        files = {place: Path(folder) / task.file(*place) for place in places}
-        hashes = {place: sha256_of(image) for place, image in files.items()}
-        unscored = [
-            place
-            for place in places
-            if records.get((arm, *place), {}).get("image_sha256") != hashes[place]
-            or records[arm, *place].get("record_sha256") != prompt_hashes.get(place[0])
-        ]
+        files = {(p, n): Path(folder) / task.file(p, n) for p, n in image_indices}
+        hashes = {indices: sha256_of(image_file) for indices, image_file in files.items()}
+        unscored = []  # (prompt index, image index) of images whose score is missing or outdated
+        for p, n in image_indices:
+            record = records.get((arm, p, n), {})
+            same_image = record.get("image_sha256") == hashes[p, n]
+            same_prompt_record = record.get("record_sha256") == prompt_hashes.get(p)
+            if not (same_image and same_prompt_record):
+                unscored.append((p, n))
         groups = None
-        if "groups" in inputs:
-            changed = {p for p, _ in unscored}
-            unscored = [place for place in places if place[0] in changed]
+        if "groups" in extra_inputs:
+            # A reward that compares the images of a prompt needs all of them.
+            changed_prompts = {p for p, _ in unscored}
+            unscored = [(p, n) for p, n in image_indices if p in changed_prompts]
             groups = [p for p, _ in unscored]
         for batch_slice in rewards.batch_slices(len(unscored), batch_size, groups):
             batch = unscored[batch_slice]
-            images = [Image.open(files[place]).convert("RGB") for place in batch]
-            texts = [task.prompts[p] for p, _ in batch]
-            scores = {
-                name: rewards.score_images(
+            images = [Image.open(files[indices]).convert("RGB") for indices in batch]
+            prompts = [task.prompts[p] for p, _ in batch]
+            prompt_records = None
+            if task.records:
+                prompt_records = [task.records[p] for p, _ in batch]
+            scores = {}
+            for name, scorer in scorers.items():
+                scores[name] = rewards.score_images(
                     name,
                     scorer,
                     images,
-                    texts,
-                    records=[task.records[p] for p, _ in batch] if task.records else None,
+                    prompts,
+                    records=prompt_records,
                     groups=[p for p, _ in batch],
                 ).tolist()
-                for name, scorer in scorers.items()
-            }
             for i, (p, n) in enumerate(batch):
+                category = {}
+                if task.categories:
+                    category = dict.fromkeys(scorers, task.categories[p])
                 record = {
                     "arm": arm,
                     "prompt_index": p,
@@ -550,9 +587,7 @@ def _score_with_rewards(
                     "prompt": task.prompts[p],
                     "file": str(files[p, n]),
                     "image_sha256": hashes[p, n],
-                    "category": dict.fromkeys(scorers, task.categories[p])
-                    if task.categories
-                    else {},
+                    "category": category,
                     "scores": {name: values[i] for name, values in scores.items()},
                 }
                 if p in prompt_hashes:
@@ -560,43 +595,45 @@ def _score_with_rewards(
                 records[arm, p, n] = record
                 append_json_line(file, record)
             say(f"{task.name}, {arm}: {batch_slice.stop} of {len(unscored)} images scored")
-    return [records[arm, *place] for arm in arms for place in places]
+    return [records[arm, p, n] for arm in arms for p, n in image_indices]
 
 # %% ../../nbs/10_evaluation/08_benchmarks.ipynb #2f28f0dc
 def score_benchmark(
-    what: BenchmarkTask,  # the benchmark: prompts, files and how they are scored
+    task: BenchmarkTask,  # the benchmark: prompts, files and how they are scored
     arms: Mapping[str, Path],  # arm -> folder of its images
     out: Path,  # the benchmark's folder
     source: str | Path | None = None,  # file or folder of the prompts
     scorers: Mapping[str, Callable] | None = None,  # rewards, keyed by name
-    # keyed by detector, clip and device for GenEval; by judge and rubric for WISE and DPG-Bench
+    # keyed by detector, clip and device for GenEval, by judge and rubric for WISE, by judge for DPG-Bench
     tools: Mapping | None = None,
     say: Callable[[str], None] = lambda text: None,  # called with progress messages
 ) -> dict:  # content of summary.json
     """Score the images of a benchmark with its own scorer, write summary.json, and return it.
 
-    Raises InputError if an image, a tool or a reward is missing, or if a reward cannot score a prompt.
+    Raises InputError if an image, a tool or a reward is missing or has no effect, or if a reward cannot score a prompt.
     """
+    task.check_options(list(scorers or {}), tools or {})
     inputs = ScoringInputs(scorers=scorers, tools=tools or {}, source=source, say=say)
-    what.check_inputs(inputs)
-    rewards.check_prompts(scorers or {}, what.prompts, "`benchmark`", what.records or None)
+    task.check_inputs(inputs)
+    rewards.check_prompts(scorers or {}, task.prompts, "`benchmark`", task.records or None)
     for arm, folder in arms.items():
-        if missing := what.missing(folder):
+        missing = task.missing_images(folder)
+        if missing:
             raise InputError(
-                f"`images`: {folder} lacks {len(missing)} of {len(what.places())} images of {arm}, first "
-                f"{what.file(*missing[0])}"
+                f"`images`: {folder} lacks {len(missing)} of {len(task.image_indices())} images of {arm}, first "
+                f"{task.file(*missing[0])}"
             )
 
-    summary = what.score(arms, out, inputs)
-    measures = list(summary["rewards"]) if "rewards" in summary else [what.name]
+    summary = task.score(arms, out, inputs)
+    measures = list(summary["rewards"]) if "rewards" in summary else [task.name]
     summary |= {
-        "name": what.name,
-        "images_per_prompt": what.samples,
-        **count_prompts(what.prompts),
+        "name": task.name,
+        "images_per_prompt": task.samples,
+        **count_prompts(task.prompts),
         "folders": {arm: str(Path(folder).resolve()) for arm, folder in arms.items()},
         "first": [
-            {"prompt": prompt, "file": str(what.file(p, 0))}
-            for p, prompt in enumerate(what.prompts)
+            {"prompt": prompt, "file": str(task.file(p, 0))}
+            for p, prompt in enumerate(task.prompts)
         ],
         "paper": {name: paper_benchmark_rows(name) for name in measures},
     }
@@ -607,13 +644,13 @@ def score_benchmark(
 def benchmark_table(
     summary: Mapping,  # content of a benchmark's summary.json
 ) -> pd.DataFrame:  # one row per measure and arm, and the paper's rows
-    """Tabulate the mean, standard error, n and paired difference of every measure and arm, with the paper's rows."""
+    """Tabulate the mean score of every measure and arm, its difference to the base, and the paper's numbers."""
     measures = summary["rewards"] if "rewards" in summary else {summary["name"]: summary["overall"]}
     rows = []
-    for name, row in measures.items():
+    for name, scores in measures.items():
         for arm in summary["folders"]:
-            value = row.get(arm) or {}
-            difference = row.get(f"{arm}-base") or {}
+            value = scores.get(arm) or {}
+            difference = scores.get(f"{arm}-base") or {}
             rows.append(
                 {
                     "measure": name,
@@ -627,10 +664,15 @@ def benchmark_table(
                     "hi": difference.get("hi"),
                 }
             )
-        for line in summary["paper"][name]:
-            mean = line.get(name, line.get("overall"))
+        for paper_row in summary["paper"][name]:
+            mean = paper_row.get(name, paper_row.get("overall"))
             rows.append(
-                {"measure": name, "arm": line["arm"], "source": line["source"], "mean": mean}
+                {
+                    "measure": name,
+                    "arm": paper_row["arm"],
+                    "source": paper_row["source"],
+                    "mean": mean,
+                }
             )
     return pd.DataFrame(rows)
 
@@ -639,12 +681,12 @@ def run_benchmark(
     folder: Path,  # folder of a finished run
     name: str,  # name of a benchmark, or a file of prompts, see `load_benchmark_task`
     *,
-    source: str | Path | None = None,  # the file, folder or checkout that the user has
+    source: str | Path | None = None,  # the user's file, folder or checkout with the prompts
     samples: int | None = None,  # images per prompt; None: the benchmark's own number
     # number of processes that sample; 0: as many as in training, at most one per GPU or core
     processes: int = 0,
     changes: Mapping | Sequence[str] = (),  # changed settings, see `evaluation_settings`
-    names: Sequence[str] = (),  # names of the rewards; empty: the rewards of the run
+    reward_names: Sequence[str] = (),  # empty: the rewards of the run
     tools: Mapping | None = None,  # see `score_benchmark`
     say: Callable[[str], None] = lambda text: None,  # called with progress messages
     trust: bool = False,  # load and execute what a run from elsewhere names
@@ -652,9 +694,10 @@ def run_benchmark(
     """Sample and score a benchmark with a run's base, trained and hybrid weights, and return its folder.
 
     Existing images are kept. Raises InputError, before anything is sampled, if prompts, weights, settings or scorers are
-    wrong or missing.
+    wrong or missing, or if an option has no effect on the benchmark.
     """
     task = load_benchmark_task(name, source, samples)
+    task.check_options(reward_names, tools or {})
     settings = evaluation_settings(folder, changes)
     check_trust(folder, trust, changed_setting_names(changes))
     out = Path(folder) / "benchmarks" / task.name
@@ -662,25 +705,26 @@ def run_benchmark(
     check_run_inputs(folder, settings, ("model",))
 
     # Load everything that scores before hours of sampling.
-    use_working_folder = bool(names) or run_origin(folder) != "foreign"
-    names = list(names) or list(
-        dict.fromkeys([*setting.reward_weights(settings), *settings.eval_rewards])
-    )
+    use_working_folder = bool(reward_names) or run_origin(folder) != "foreign"
+    if not reward_names:
+        reward_names = list(
+            dict.fromkeys([*setting.reward_weights(settings), *settings.eval_rewards])
+        )
     scorers = None
     if task.uses_rewards:
-        scorers = {
-            n: placement.load_placed_reward(
-                n, use_working_folder, **settings.reward_options.get(n, {})
+        scorers = {}
+        for reward_name in reward_names:
+            options = settings.reward_options.get(reward_name, {})
+            scorers[reward_name] = placement.load_placed_reward(
+                reward_name, use_working_folder, **options
             )
-            for n in names
-        }
     inputs = ScoringInputs(scorers=scorers, tools=tools or {}, source=source, say=say)
     task.check_inputs(inputs)
     rewards.check_prompts(scorers or {}, task.prompts, "`benchmark`", task.records or None)
     task.load_models(inputs)
 
     settings, arms = prepare_benchmark(folder, task, out, changes)
-    if any(task.missing(out / arm) for arm in arms):
+    if any(task.missing_images(out / arm) for arm in arms):
         if processes > 1:
             arguments = {
                 "run": str(folder),
@@ -689,12 +733,16 @@ def run_benchmark(
                 "changes": changes,
                 "trust": trust,
             }
-            draw = "chunk_grpo.evaluation.benchmarks:sample_benchmark"
-            share_out("benchmark", draw, arguments, processes)
+            run_shares(
+                task_name="benchmark",
+                function="chunk_grpo.evaluation.benchmarks:sample_benchmark",
+                arguments=arguments,
+                process_count=processes,
+            )
         else:
             sample_benchmark(folder, (name, source, samples), out, changes, say=say, trust=trust)
     score_benchmark(
-        what=task,
+        task=task,
         arms={arm: out / arm for arm in arms},
         out=out,
         source=source,

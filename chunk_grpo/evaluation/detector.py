@@ -23,13 +23,13 @@ from ..core.files import read_json
 def load_detector(
     # a folder that tools/convert_detector.py wrote, or a folder or hub id of transformers
     name: str | Path,
-    device: str | torch.device = "cpu",  # device of the network
+    device: str | torch.device = "cpu",
 ) -> tuple[torch.nn.Module, str]:  # the network, and its label for results
     """Load a detector, and build a label that states whether it is the official one.
 
     Raises InputError if the weights cannot be loaded, or if the network does not detect 80 classes, as COCO has.
     """
-    # Imported late, because the import takes seconds.
+    # Imported here, because the import takes seconds.
     from transformers import Mask2FormerConfig, Mask2FormerForUniversalSegmentation
 
     source_file = Path(name) / "source.json"  # written by tools/convert_detector.py
@@ -61,7 +61,7 @@ def _resize_like_opencv(
     """Resize an image with bilinear interpolation, bit for bit as OpenCV does."""
 
     def neighbours(old_size: int, new_size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the two old positions around each new one, clipped to the edge, and the weight of the second in 1/2048."""
+        """Return the two old positions around each new one, clipped to the edge, and the weight of the second, times 2048."""
         centre = ((np.arange(new_size) + 0.5) * (old_size / new_size) - 0.5).astype(np.float32)
         first = np.floor(centre).astype(int)
         share = np.rint((centre - first) * np.float32(2048)).astype(np.int32)
@@ -72,7 +72,7 @@ def _resize_like_opencv(
     x = pixels.astype(np.int32)
     rows = x[:, left] * (2048 - share) + x[:, right] * share
 
-    # OpenCV also shifts like this: it drops bits before it interpolates along the columns, and again afterwards.
+    # Like OpenCV, drop bits before the interpolation along the columns, and again afterwards.
     rows = rows >> 4
     top, bottom, share = neighbours(pixels.shape[0], height)
     share = share[:, None, None]
@@ -111,26 +111,28 @@ class DetectedObject:
 
 
 def _post_process(
-    classes: Tensor,  # (Q, C + 1) logits, "nothing" last
-    masks: Tensor,  # (Q, h, w) logits
-    padded: tuple[int, int],  # height and width of the network's input
-    fitted: tuple[int, int],  # height and width of the input before padding
-    original: tuple[int, int],  # height and width of the image
-    min_score: float = 0.0,  # objects are kept if their score is above this
+    class_logits: Tensor,  # (Q, C + 1), "nothing" last
+    mask_logits: Tensor,  # (Q, h, w)
+    padded_size: tuple[int, int],  # height and width of the network's input
+    resized_size: tuple[int, int],  # height and width of the input before padding
+    image_size: tuple[int, int],  # height and width of the image
+    min_score: float = 0.0,  # objects with this score or a lower one are dropped
 ) -> list[DetectedObject]:  # sorted by score, the best first
-    """Convert the network's logits for one image to objects."""
-    probabilities = classes.float().softmax(-1)[:, :-1]
+    """Convert the network's logits for one image to objects, by mmdet's rules."""
+    probabilities = class_logits.float().softmax(-1)[:, :-1]
     # Candidates are pairs of query and class. A score is at most the class's probability, so low ones can be dropped now.
-    best, candidates = probabilities.flatten().topk(min(100, probabilities.numel()))
-    best, candidates = best[best > min_score], candidates[best > min_score]
+    top_probabilities, candidates = probabilities.flatten().topk(min(100, probabilities.numel()))
+    is_probable = top_probabilities > min_score
+    top_probabilities = top_probabilities[is_probable]
+    candidates = candidates[is_probable]
     objects = []
-    for probability, candidate in zip(best, candidates.tolist(), strict=True):
+    for probability, candidate in zip(top_probabilities, candidates.tolist(), strict=True):
         query, label = divmod(candidate, probabilities.shape[1])
 
         # Resize the mask to the input, cut the padding away, and resize it to the image.
-        x = F.interpolate(masks[query].float()[None, None], size=padded, mode="bilinear")
-        x = x[..., : fitted[0], : fitted[1]]
-        x = F.interpolate(x, size=original, mode="bilinear")[0, 0]
+        height, width = resized_size
+        x = F.interpolate(mask_logits[query].float()[None, None], size=padded_size, mode="bilinear")
+        x = F.interpolate(x[..., :height, :width], size=image_size, mode="bilinear")[0, 0]
         inside = (x > 0).float()
         score = float(probability * ((x.sigmoid() * inside).sum() / (inside.sum() + 1e-6)))
         if score > min_score:
@@ -144,7 +146,7 @@ def _post_process(
 def detect_objects(
     model: torch.nn.Module,  # detector of `load_detector`
     image: Image.Image,  # of any size; rotated according to its EXIF data
-    min_score: float = 0.0,  # objects are kept if their score is above this
+    min_score: float = 0.0,  # objects with this score or a lower one are dropped
 ) -> list[DetectedObject]:  # sorted by score, the best first
     """Detect the objects in an image; raise InputError if a side is shorter than 2 pixels."""
     image = ImageOps.exif_transpose(image)
@@ -152,14 +154,14 @@ def detect_objects(
         raise InputError(
             f"`image` must have sides of at least 2 pixels; got {image.width} x {image.height}"
         )
-    x, size = _preprocess_image(image)
+    x, resized_size = _preprocess_image(image)
     output = model(pixel_values=x.to(next(model.parameters()).device))
     return _post_process(
-        classes=output.class_queries_logits[0],
-        masks=output.masks_queries_logits[0],
-        padded=x.shape[-2:],
-        fitted=size,
-        original=(image.height, image.width),
+        class_logits=output.class_queries_logits[0],
+        mask_logits=output.masks_queries_logits[0],
+        padded_size=x.shape[-2:],
+        resized_size=resized_size,
+        image_size=(image.height, image.width),
         min_score=min_score,
     )
 
@@ -168,7 +170,7 @@ def _crop_object(
     image: Image.Image,  # the whole image
     detected: DetectedObject,  # object of the image
 ) -> Image.Image:  # of the size of the object's box
-    """Crop an image to the box of an object, with everything outside the object's mask grey, for CLIP.
+    """Crop an image to the box of an object for CLIP, and paint everything outside the object's mask grey.
 
     If the object has no mask, the background is kept.
     """
@@ -203,7 +205,7 @@ def _colour_directions(
     tokenizer: Callable,  # the CLIP's tokenizer
     class_name: str,  # name of the object's class, such as "car"
 ) -> Tensor:  # (10, D), unit vectors
-    """Compute the direction in CLIP's space of an object in each colour: the normalised mean over the templates."""
+    """Compute the direction in CLIP's space of an object in each colour, the normalised mean over the templates."""
     texts = [
         template.format(colour=colour, name=class_name)
         for colour in GENEVAL_COLOURS
@@ -218,14 +220,14 @@ def _colour_directions(
 
 def load_colour_classifier(
     name: str | Path = GENEVAL_CLIP_ID,  # a folder or hub id of a CLIP
-    device: str | torch.device = "cpu",  # device of the CLIP
+    device: str | torch.device = "cpu",
     # (image, objects, class name) -> colour of each object
 ) -> Callable[[Image.Image, Sequence[DetectedObject], str], list[str]]:
     """Load a CLIP and return a function that classifies the colours of objects.
 
     Raises InputError if the CLIP cannot be loaded.
     """
-    # Imported late, because the import takes seconds.
+    # Imported here, because the import takes seconds.
     from transformers import AutoTokenizer, CLIPImageProcessorPil, CLIPModel
 
     try:
@@ -244,7 +246,7 @@ def load_colour_classifier(
     def classify(
         image: Image.Image, objects: Sequence[DetectedObject], class_name: str
     ) -> list[str]:
-        """Return for each object the colour whose direction has the largest cosine with its crop."""
+        """Return the colour of each object: the one whose direction has the largest cosine with its crop."""
         if class_name not in directions:
             directions[class_name] = _colour_directions(model, tokenizer, class_name)
         crops = processor(

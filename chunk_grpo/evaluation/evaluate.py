@@ -12,7 +12,6 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +34,7 @@ from chunk_grpo.evaluation.parts import (
     progress_watcher,
     read_parts,
 )
-from ..runs.processes import default_sampling_processes, share_out
+from ..runs.processes import default_sampling_processes, run_shares
 
 # %% ../../nbs/10_evaluation/02_evaluate.ipynb #9e196587
 def ode_arms(
@@ -68,7 +67,9 @@ def reference_arm(
     """Return the arm with which an arm is compared: the base's weights with the same sampler."""
     if arm in ("base", "base-as-trained"):
         return None
-    return "base-as-trained" if arm in AS_TRAINED_ARMS else "base"
+    if arm in AS_TRAINED_ARMS:
+        return "base-as-trained"
+    return "base"
 
 
 # These names are keys of summaries and reports.
@@ -92,29 +93,32 @@ def _check_arms(
                 f"None for never; got {split!r}"
             )
     # The ODE pair is always required; the pair with the training sampler is required if one of the two is present.
-    for pair in ({"base": 0, "plain": None}, AS_TRAINED_ARMS):
-        if not pair.items() <= dict(arms).items() and ("base" in pair or pair.keys() & arms.keys()):
-            raise InputError(
-                f"`arms` must hold {' and '.join(f'{arm}: {step}' for arm, step in pair.items())}; got "
-                f"{dict(arms)}"
-            )
+    required_pairs = [{"base": 0, "plain": None}]
+    if AS_TRAINED_ARMS.keys() & arms.keys():
+        required_pairs.append(AS_TRAINED_ARMS)
+    for pair in required_pairs:
+        if not pair.items() <= dict(arms).items():
+            expected = " and ".join(f"{arm}: {step}" for arm, step in pair.items())
+            raise InputError(f"`arms` must hold {expected}; got {dict(arms)}")
 
 # %% ../../nbs/10_evaluation/02_evaluate.ipynb #a25696a4
 def _first_index_of_prompt(
     records: Sequence[Mapping],  # one per image
-    name: str,  # the reward's name, for its categories
-) -> dict[int, int]:  # prompt index -> smallest index with the same prompt
-    """Map each prompt's index to the first index with the same text, source image and category.
+    name: str,  # name of the reward, for its categories
+) -> dict[int, int]:  # prompt index -> smallest index of the same prompt
+    """Map the index of each prompt to the first index with the same text, source image and category.
 
-    This identifies prompts that the list repeats.
+    Indices that are mapped to the same index belong to a prompt that the list repeats.
     """
     identities = {}
-    for r in records:
-        category = r.get("category", {}).get(name)
-        text = r.get("prompt", r["prompt_index"])
-        identities[r["prompt_index"]] = (category, text, r.get("source_sha256"))
-    first: dict = {}
-    return {index: first.setdefault(identities[index], index) for index in sorted(identities)}
+    for record in records:
+        category = record.get("category", {}).get(name)
+        text = record.get("prompt", record["prompt_index"])
+        identities[record["prompt_index"]] = (category, text, record.get("source_sha256"))
+    first_indices: dict = {}  # identity of a prompt -> its first index
+    return {
+        index: first_indices.setdefault(identities[index], index) for index in sorted(identities)
+    }
 
 
 def _scores_by_prompt(
@@ -123,14 +127,16 @@ def _scores_by_prompt(
     name: str,  # name of the reward
 ) -> dict[int, list[float]]:  # first index of the prompt -> scores of all its images
     """Group the scores of an arm by prompt, with prompts and images in order."""
-    first = _first_index_of_prompt(records, name)
-    scores = sorted(
-        (first[r["prompt_index"]], r["prompt_index"], r["image_index"], r["scores"][name])
+    first_indices = _first_index_of_prompt(records, name)
+    rows = sorted(
+        (first_indices[r["prompt_index"]], r["prompt_index"], r["image_index"], r["scores"][name])
         for r in records
         if r["arm"] == arm
     )
-    groups = groupby(scores, key=lambda row: row[0])
-    return {prompt: [score for *_, score in rows] for prompt, rows in groups}
+    scores_by_prompt: dict[int, list[float]] = {}
+    for first_index, _, _, score in rows:
+        scores_by_prompt.setdefault(first_index, []).append(score)
+    return scores_by_prompt
 
 
 def _prompt_categories(
@@ -138,16 +144,17 @@ def _prompt_categories(
     name: str,  # name of the reward
 ) -> list[str]:  # empty if the reward has no categories
     """Return the category of each distinct prompt, in the order of the prompts."""
-    first = _first_index_of_prompt(records, name)
-    categories = {
-        first[r["prompt_index"]]: r["category"][name] for r in records if name in r["category"]
-    }
+    first_indices = _first_index_of_prompt(records, name)
+    categories = {}
+    for record in records:
+        if name in record["category"]:
+            categories[first_indices[record["prompt_index"]]] = record["category"][name]
     return [categories[index] for index in sorted(categories)]
 
 
 def prompt_means(
     records: Sequence[Mapping],  # one per image
-    arm: str,  # arm whose images are averaged
+    arm: str,  # arm whose scores are averaged
     name: str,  # name of the reward
 ) -> np.ndarray:  # (n,)
     """Compute the mean score of each of the n distinct prompts, in the order of the prompts."""
@@ -156,7 +163,7 @@ def prompt_means(
 
 def category_means(
     records: Sequence[Mapping],  # one per image
-    arm: str,  # arm whose images are averaged
+    arm: str,  # arm whose scores are averaged
     name: str,  # name of the reward
 ) -> dict[str, float]:  # keyed by category; empty if the reward has none
     """Compute the mean score over the images of each category, as in the columns of GenEval's table."""
@@ -182,28 +189,30 @@ def _scores_and_categories(
     name: str,  # name of the score
     weights: Mapping[str, float] | None,  # keyed by category; None: there are no categories
 ) -> tuple[list[np.ndarray], list[str] | None] | None:  # per prompt: scores and category
-    """Collect the scores of each distinct prompt of an arm, and its category.
+    """Collect the scores and the category of each distinct prompt of an arm.
 
-    A prompt has one score for each time it is listed, the mean over its images. Returns None if there are no scores or if a
-    category has no prompt.
+    A prompt has one score for each time it is listed: the mean over the images of that listing. Returns None if there are no
+    scores or if a category has no prompt.
     """
     arm_records = [r for r in records if r["arm"] == arm]
-    images: dict[int, list[float]] = {}  # prompt index -> scores of its images
-    for r in sorted(arm_records, key=lambda r: (r["prompt_index"], r["image_index"])):
-        images.setdefault(r["prompt_index"], []).append(r["scores"][name])
+    image_scores: dict[int, list[float]] = {}  # prompt index -> scores of its images
+    for record in sorted(arm_records, key=lambda r: (r["prompt_index"], r["image_index"])):
+        image_scores.setdefault(record["prompt_index"], []).append(record["scores"][name])
 
     # A repeated prompt has one mean for each time it is listed.
-    first = _first_index_of_prompt(arm_records, name)
-    means: dict[int, list] = {}
-    for index in images:
-        means.setdefault(first[index], []).append(np.mean(images[index]))
+    first_indices = _first_index_of_prompt(arm_records, name)
+    means: dict[int, list] = {}  # first index of a prompt -> its means
+    for index, scores in image_scores.items():
+        means.setdefault(first_indices[index], []).append(np.mean(scores))
     values = [np.array(means[index]) for index in sorted(means)]
     if not values:
         return None
     if weights is None:
         return values, None
     categories = _prompt_categories(arm_records, name)
-    return (values, categories) if set(categories) == set(weights) else None
+    if set(categories) != set(weights):
+        return None
+    return values, categories
 
 
 def compare_arms(
@@ -211,9 +220,9 @@ def compare_arms(
     arms: Sequence[str],  # names of the arms; those other than "base" are compared with it
     name: str,  # name of the score
     weights: Mapping[str, float] | None = None,  # keyed by category; None: there are no categories
-    # keyed by "ARM" and "ARM-base": mean, se, lo, hi and n over prompts; None if a category has no score
+    # "ARM" and "ARM-base" -> mean, se, lo, hi and n over prompts; None if a category has no score
 ) -> dict[str, dict | None]:
-    """Compute the mean score of each arm, and its paired difference to the base over the images that all arms have."""
+    """Compute the mean score of each arm, and its paired difference to the base over the images that are scored in all arms."""
     summary: dict[str, dict | None] = {}
     for arm in arms:
         arm_scores = _scores_and_categories(records, arm, name, weights)
@@ -233,16 +242,18 @@ def compare_arms(
 
 # %% ../../nbs/10_evaluation/02_evaluate.ipynb #9ccf3702
 def _values_in_both_arms(
-    before: Mapping[tuple[int, int], Mapping],  # (prompt index, image index) -> record
-    after: Mapping[tuple[int, int], Mapping],  # records of the same images in the other arm
+    reference_records: Mapping[tuple[int, int], Mapping],  # (prompt index, image index) -> record
+    arm_records: Mapping[tuple[int, int], Mapping],  # records of the same images in the other arm
     read_values: Callable[[Mapping], Sequence],  # record -> values of the image
-    first: Mapping[int, int],  # prompt index -> first index of that prompt
-) -> np.ndarray:  # (n, 3): prompt, value before, value after
-    """List the values of each image in two arms, one row per value, with the prompt."""
+    first_indices: Mapping[int, int],  # prompt index -> first index of that prompt
+) -> np.ndarray:  # (n, 3): first index of the prompt, value in the reference, value in the arm
+    """List the values of each image in two arms, one row per value."""
     rows = []
-    for image, record in before.items():
-        for old, new in zip(read_values(record), read_values(after[image]), strict=True):
-            rows.append((first[image[0]], old, new))
+    for (prompt_index, image_index), reference_record in reference_records.items():
+        reference_values = read_values(reference_record)
+        arm_values = read_values(arm_records[prompt_index, image_index])
+        for reference_value, arm_value in zip(reference_values, arm_values, strict=True):
+            rows.append((first_indices[prompt_index], reference_value, arm_value))
     return np.array(rows).reshape(-1, 3)
 
 
@@ -251,35 +262,48 @@ def preservation_rates(
     arm: str,  # arm that is compared
     name: str,  # name of the reward
     against: str = "base",  # arm with which it is compared
-    # keyed by "objects" and "images": "lost" and "gained", see `bootstrap_ratio`; None if unknown
+    # "objects" and "images" -> "lost" and "gained", see `bootstrap_ratio`; None if they cannot be counted
 ) -> dict[str, dict | None]:
-    """Compute the share of correct objects and images that an arm lost, and of incorrect ones that it gained.
+    """Compute the share of correct objects and images that an arm lost, and the share of incorrect ones that it gained.
 
-    Correct and incorrect refer to the images that the other arm sampled from the same noise. Whole images count only if
-    every score is 0 or 1. Raises InputError unless both arms have the same images.
+    An object or image is correct or incorrect in the arm `against`, whose images start from the same noise. Whole images are
+    counted only if every score is 0 or 1. Raises InputError unless both arms have the same images.
     """
-    before = {(r["prompt_index"], r["image_index"]): r for r in records if r["arm"] == against}
-    after = {(r["prompt_index"], r["image_index"]): r for r in records if r["arm"] == arm}
-    if not before or before.keys() != after.keys():
+    reference_records = {}
+    arm_records = {}
+    for record in records:
+        image = (record["prompt_index"], record["image_index"])
+        if record["arm"] == against:
+            reference_records[image] = record
+        if record["arm"] == arm:
+            arm_records[image] = record
+    if not reference_records or reference_records.keys() != arm_records.keys():
         raise InputError(
-            f"`records` must hold the same images of {against} and {arm}; got {len(before)} images of "
-            f"{against} and {len(after)} of {arm}"
+            f"`records` must hold the same images of {against} and {arm}; got {len(reference_records)} images of "
+            f"{against} and {len(arm_records)} of {arm}"
         )
     readers = {
         "objects": lambda r: r.get("objects", {}).get(name, ()),
         "images": lambda r: (r["scores"][name],),
     }
-    first = _first_index_of_prompt(list(before.values()), name)
+    first_indices = _first_index_of_prompt(list(reference_records.values()), name)
     rates: dict[str, dict | None] = {}
     for kind, read_values in readers.items():
-        rows = _values_in_both_arms(before, after, read_values, first)
+        rows = _values_in_both_arms(
+            reference_records=reference_records,
+            arm_records=arm_records,
+            read_values=read_values,
+            first_indices=first_indices,
+        )
         rates[kind] = None
         if len(rows) and np.isin(rows[:, 1:], (0, 1)).all():
-            prompt, old, new = rows.astype(int).T
+            prompt, reference_value, arm_value = rows.astype(int).T
             rates[kind] = {}
             for change, value in (("lost", 1), ("gained", 0)):
-                changed = np.bincount(prompt, (old == value) & (new != value))
-                rates[kind][change] = bootstrap_ratio(changed, np.bincount(prompt, old == value))
+                # Counts per prompt: values that could change, and values that did.
+                could_change = reference_value == value
+                changed = np.bincount(prompt, could_change & (arm_value != value))
+                rates[kind][change] = bootstrap_ratio(changed, np.bincount(prompt, could_change))
     return rates
 
 # %% ../../nbs/10_evaluation/02_evaluate.ipynb #1c206ed9
@@ -305,11 +329,11 @@ def summarise_evaluation(
             arm: [np.array(x) for x in _scores_by_prompt(records, arm, name).values()]
             for arm in arms
         }
-        counts = sorted({*Counter((r["arm"], r["prompt_index"]) for r in records).values()})
-        if len(counts) > 1:
+        images_per_prompt = Counter((r["arm"], r["prompt_index"]) for r in records).values()
+        fewest, most = min(images_per_prompt), max(images_per_prompt)
+        if fewest != most:
             raise InputError(
-                f"`records` must hold the same number of images for every prompt; got {counts[0]} to "
-                f"{counts[-1]}"
+                f"`records` must hold the same number of images for every prompt; got {fewest} to {most}"
             )
 
         row: dict[str, Any] = {
@@ -426,7 +450,9 @@ def evaluate(
     run = Path(run)
     settings = evaluation_settings(run, changes)
     run_folder.check_trust(run, trust, changed_setting_names(changes))
-    arms = ode_arms(settings) | AS_TRAINED_ARMS if arms is None else dict(arms)
+    if arms is None:
+        arms = ode_arms(settings) | AS_TRAINED_ARMS
+    arms = dict(arms)
     _check_arms(arms, settings.eval_steps)
     run_folder.check_run_inputs(run, settings)
     prompts = read_run_prompts(settings, "eval_prompts")
@@ -451,10 +477,10 @@ def evaluate(
 
     with evaluation_lock(run):
         # Sample the missing parts, in this process or in several.
-        missing = len(parts) - len(read_parts(folder))
-        count = min(processes or default_sampling_processes(run), missing)
+        missing_count = len(parts) - len(read_parts(folder))
+        process_count = min(processes or default_sampling_processes(run), missing_count)
         watch = progress_watcher(settings, parts, folder, say)
-        if count > 1:
+        if process_count > 1:
             arguments = {
                 "run": str(run),
                 "settings": settings.model_dump(mode="json"),
@@ -462,19 +488,19 @@ def evaluate(
                 "folder": str(folder),
                 "trust": trust,
             }
-            share_out(
-                what="evaluation",
-                draw="chunk_grpo.evaluation.parts:sample_share",
-                given=arguments,
-                count=count,
+            run_shares(
+                task_name="evaluation",
+                function="chunk_grpo.evaluation.parts:sample_share",
+                arguments=arguments,
+                process_count=process_count,
                 watch=watch,
             )
-        elif missing:
+        elif missing_count:
             sample_share(run, settings, arms, folder, watch=watch, trust=trust)
 
         # Summarise all parts in order, and replace an older evaluation.
-        records_of_part = read_parts(folder)
-        records = [record for part in parts for record in records_of_part[part]]
+        records_by_part = read_parts(folder)
+        records = [record for part in parts for record in records_by_part[part]]
         summary |= {
             "resolution": settings.eval_resolution,
             "rewards": summarise_evaluation(records),

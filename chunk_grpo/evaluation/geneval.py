@@ -58,9 +58,9 @@ _GENEVAL_METADATA_SHA256 = "5c48e0813e812e3c373fa5c8ed07a8f0a483be30272b4427b055
 
 def _check_metadata(
     record: Mapping,  # GenEval's metadata of a prompt
-    location: str,  # file and line, for the error message
+    location: str,  # file and line of the record, for the error message
 ) -> None:
-    """Raise InputError unless a record has valid GenEval metadata that the rule can judge."""
+    """Raise InputError unless a record is valid GenEval metadata, to which the rule can be applied."""
 
     def require(condition: bool, field: str, allowed: str, got: object) -> None:
         """Raise InputError unless the condition holds."""
@@ -95,8 +95,8 @@ def read_geneval_prompts(
 ) -> list[dict]:  # per prompt: tag, prompt, include and perhaps exclude
     """Read GenEval's metadata, which holds the prompts and what their images must show.
 
-    Raises InputError if there is no file, if the shipped one is damaged, or if a prompt cannot be judged; the error then
-    names the prompt's line.
+    Raises InputError if there is no file, if the shipped one is damaged, or if the metadata of a prompt is not valid; in the
+    last case, the error names the line.
     """
     path = Path(path or GENEVAL_METADATA_FILE)
     if not path.is_file():
@@ -118,8 +118,10 @@ def read_geneval_prompts(
 # %% ../../nbs/10_evaluation/04_geneval.ipynb #b6150f52
 _SCORE_THRESHOLD = 0.3  # an object counts if its score is above this
 _COUNTING_THRESHOLD = 0.9  # the same for counting prompts
-_MAX_OBJECTS = 16  # objects per class that count, at most
-_POSITION_SHARE = 0.1  # share of the boxes' sizes by which their centres must be apart
+_MAX_OBJECTS = 16  # largest number of objects per class that count
+_POSITION_SHARE = (
+    0.1  # distance of two boxes' centres that is ignored, as a share of the boxes' sizes
+)
 
 
 def select_objects(
@@ -130,9 +132,9 @@ def select_objects(
     threshold = np.float32(_COUNTING_THRESHOLD if tag == "counting" else _SCORE_THRESHOLD)
     selected = {}
     for label, name in enumerate(COCO_CLASSES):
-        certain = [o for o in detections if o.label == label and np.float32(o.score) > threshold]
-        if certain:
-            selected[name] = sorted(certain, key=lambda o: o.score)[::-1][:_MAX_OBJECTS]
+        above = [o for o in detections if o.label == label and np.float32(o.score) > threshold]
+        if above:
+            selected[name] = sorted(above, key=lambda o: o.score)[::-1][:_MAX_OBJECTS]
     return selected
 
 # %% ../../nbs/10_evaluation/04_geneval.ipynb #6c4c331d
@@ -160,7 +162,7 @@ def _find_fault(
     # (objects, class name) -> colour of each object
     classify_colours: Callable[[Sequence[DetectedObject], str], list[str]],
 ) -> str:  # empty if the clause is met
-    """Check a clause of a prompt, and return the first fault in GenEval's wording."""
+    """Check whether an image meets a clause of its prompt, and return the first fault in GenEval's wording."""
     name = clause["class"]
     count = clause["count"]
     colour = clause.get("color")
@@ -168,10 +170,10 @@ def _find_fault(
     if len(objects) < count:
         return f"expected {name}>={count}, found {len(objects)}"
     if colour:
-        found = classify_colours(objects, name)
-        table = ", ".join(f"{found.count(c)} {c}" for c in GENEVAL_COLOURS if c in found)
-        if found.count(colour) < count:
-            return f"expected {colour} {name}>={count}, found {found.count(colour)} {colour}; and {table}"
+        colours = classify_colours(objects, name)
+        table = ", ".join(f"{colours.count(c)} {c}" for c in GENEVAL_COLOURS if c in colours)
+        if colours.count(colour) < count:
+            return f"expected {colour} {name}>={count}, found {colours.count(colour)} {colour}; and {table}"
     if position:
         if target is None:
             return f"no target for {name} to be {position}"
@@ -191,14 +193,16 @@ def geneval_verdict(
     # (objects, class name) -> colour of each object
     classify_colours: Callable[[Sequence[DetectedObject], str], list[str]],
 ) -> tuple[bool, str]:  # whether the image is right, and the faults, one per line
-    """Decide by GenEval's rule whether an image shows what its prompt asks for."""
+    """Decide by GenEval's rule whether an image shows what its prompt describes."""
     faults: list[str] = []
     # The objects of each clause; None if the clause was not met.
     objects_of_clauses: list[list[DetectedObject] | None] = []
     for clause in record["include"]:
         best = objects.get(clause["class"], [])[: clause["count"]]
         position, target_index = clause.get("position", (None, -1))
-        target = objects_of_clauses[target_index] if position and objects_of_clauses else None
+        target = None
+        if position and objects_of_clauses:
+            target = objects_of_clauses[target_index]
         fault = _find_fault(clause, best, target, classify_colours)
         if fault:
             faults.append(fault)
@@ -266,9 +270,11 @@ def score_geneval_images(
     }
     lines = {line["filename"]: line for line in read_json_lines(results_file)}
     for name, line in lines.items():
-        for field, value in identities.get(
-            name, {"filename": "an image that is asked for"}
-        ).items():
+        if name not in identities:
+            raise InputError(
+                f"`out` must be a new file: {results_file} has a verdict on {name}, which is not among the images"
+            )
+        for field, value in identities[name].items():
             if line[field] != value:
                 raise InputError(
                     f"`out` must be a new file: {results_file} has a verdict on {name} with {field} "
@@ -283,7 +289,9 @@ def score_geneval_images(
         image = ImageOps.exif_transpose(Image.open(file)).convert("RGB")
         objects = select_objects(detect(image), record["tag"])
         correct, reason = geneval_verdict(objects, record, partial(classify_colours, image))
-        boxes = {name: [[*o.box, o.score] for o in of_class] for name, of_class in objects.items()}
+        boxes = {}
+        for name, class_objects in objects.items():
+            boxes[name] = [[*o.box, o.score] for o in class_objects]
         line = {
             "filename": str(file),
             "tag": record["tag"],
@@ -305,20 +313,20 @@ def _count_right_images(
     """Count the right images and all images of each prompt, task by task."""
     counts: dict[str, dict[str, list[int]]] = {}
     for line in lines:
-        by_prompt = counts.setdefault(line["tag"], {})
-        count = by_prompt.setdefault(line.get("prompt") or line["metadata"], [0, 0])
-        count[0] += bool(line["correct"])
-        count[1] += 1
+        task_counts = counts.setdefault(line["tag"], {})
+        prompt_counts = task_counts.setdefault(line.get("prompt") or line["metadata"], [0, 0])
+        prompt_counts[0] += bool(line["correct"])
+        prompt_counts[1] += 1
     return {tag: np.array(list(counts[tag].values())) for tag in GENEVAL_TAGS if tag in counts}
 
 
 def summarise_geneval(
     lines: Sequence[Mapping],  # lines of results.jsonl, one per image
-    draws: int = 4000,  # number of bootstrap resamples
+    draws: int = 4000,  # number of bootstrap samples
 ) -> dict:  # content of summary.json
     """Compute GenEval's table: the accuracy of each task present and their mean, with standard errors and intervals.
 
-    Errors and intervals are over prompts. Raises InputError if there are no lines.
+    Standard errors and intervals come from a bootstrap over prompts. Raises InputError if there are no lines.
     """
     if not lines:
         raise InputError("`results` must hold at least one verdict; got none")
@@ -407,7 +415,7 @@ class GenEvalReward:
     def __call__(
         self,
         images: Images,  # B images
-        # one per image; not used, because the records hold all that is needed
+        # one per image; not used, because the records contain the prompts
         prompts: Sequence[str],
         records: Sequence[Mapping],  # GenEval's metadata of each image's prompt
     ) -> list[float]:  # one per image
@@ -423,8 +431,11 @@ class GenEvalReward:
                 objects, record, partial(self.classify_colours, image)
             )
             clauses = len(record["include"]) + len(record.get("exclude", []))
-            met = clauses - len(faults.splitlines())
-            scores.append(met / clauses if self.partial else float(correct))
+            if self.partial:
+                met = clauses - len(faults.splitlines())
+                scores.append(met / clauses)
+            else:
+                scores.append(float(correct))
         return scores
 
 
@@ -439,7 +450,7 @@ def load_geneval_reward(
     Raises InputError if weights are missing or an option is not allowed.
     """
     if type(partial) is not bool:
-        raise InputError(f"partial: got {partial!r}, allowed are true and false.")
+        raise InputError(f"`partial` must be true or false; got {partial!r}")
     torch_device, _ = resolve_device(device, dtype="auto", batch_size=1)
     model, _ = load_detector(detector, torch_device)
     return GenEvalReward(

@@ -46,12 +46,12 @@ class Judge:
     base_url: str  # such as http://127.0.0.1:8000/v1
     model: str  # its name at the endpoint
     key_variable: str = ""  # environment variable with the key; empty: the endpoint needs none
-    max_concurrency: int = 8  # requests in flight at once, at most
+    max_concurrency: int = 8  # largest number of requests in flight at once
     timeout: float = 120.0  # seconds until a request without a reply fails
-    retries: int = 6  # retries of a request without a valid reply, at most
+    retries: int = 6  # largest number of retries of a request without a valid reply
     pause: float = 1.0  # seconds before the first retry; doubles with each retry, up to 60
-    tries: int = 3  # how often a question is asked until an answer can be read, at most
-    max_tokens: int = 1024  # length of an answer, at most
+    tries: int = 3  # how often a question is asked, at most, until an answer can be read
+    max_tokens: int = 1024  # largest length of an answer, tokens
     # fields that are added to the request's body; a value of None removes a field
     options: Mapping = field(default_factory=dict)
 
@@ -60,12 +60,10 @@ class Judge:
 
         Apart from the question and the image, it contains everything that affects an answer.
         """
-        body = {"model": self.model, "temperature": 0, "max_tokens": self.max_tokens} | dict(
-            self.options
-        )
-        return json.loads(
-            json.dumps({name: value for name, value in body.items() if value is not None})
-        )
+        body = {"model": self.model, "temperature": 0, "max_tokens": self.max_tokens}
+        body |= dict(self.options)
+        fields = {name: value for name, value in body.items() if value is not None}
+        return json.loads(json.dumps(fields))  # the values as they are sent
 
     def api_key(self) -> str | None:  # None: the endpoint needs none
         """Check the judge's parameters and look up its key; raise InputError if one is wrong or missing."""
@@ -97,13 +95,13 @@ class Judge:
         if not re.fullmatch("[A-Z][A-Z0-9_]*", self.key_variable):
             raise InputError(
                 "`key_variable` must be the name of an environment variable in capitals, such as "
-                "OPENAI_API_KEY, never the key itself; the value is not shown, since it may be a key"
+                "OPENAI_API_KEY, never the key itself; the value is not shown, because it may be a key"
             )
         key = os.environ.get(self.key_variable, "").strip()
         if not key:
             raise InputError(
-                f"`key_variable` must name what holds the judge's key: the environment variable "
-                f"{self.key_variable} is not set or empty. For a server without a key, leave it out."
+                f"`key_variable` must name a variable that holds the judge's key; the environment variable "
+                f"{self.key_variable} is not set or empty. For a server without a key, leave the setting out."
             )
         return key
 
@@ -117,11 +115,11 @@ class ImageQuestion:
     image: Path | bytes  # an image file, or the content of a PNG file
 
 
-@lru_cache(maxsize=32)  # questions about one image follow each other
+@lru_cache(maxsize=32)  # questions about the same image are consecutive
 def _image_url(
     image: Path | bytes,  # an image file, or the content of one
 ) -> str:
-    """Encode an image as PNG in a data URL; the content of a PNG file is not changed.
+    """Encode an image as a data URL with a PNG file; the content of a PNG file is used unchanged.
 
     Raises InputError if the file cannot be read as an image.
     """
@@ -219,15 +217,15 @@ def _send_question(
     question: ImageQuestion,
     stop: Event,  # ends a pause when it is set
 ) -> dict:  # reply, with the keys that `_ask_once` returns
-    """Send the question, retrying until the reply is valid; raise InputError when the retries run out."""
+    """Send a question and repeat it until the reply is valid; raise InputError if the retries run out."""
 
     def pause(seconds: float) -> None:
-        """Wait; raise `_RetryableError` if the run ends meanwhile."""
+        """Wait for some seconds; raise `_RetryableError` if the run ends meanwhile."""
         if stop.wait(seconds):
             raise _RetryableError("the run ended while it waited", 0)
 
     def seconds_to_wait(attempt: tenacity.RetryCallState) -> float:
-        """Return the pause before the next request: exponential, and at least what the server asks for."""
+        """Return the seconds until the next request: they double with each try, and are at least what the server requests."""
         _, requested = attempt.outcome.exception().args
         return max(requested, min(60.0, judge.pause * 2 ** (attempt.attempt_number - 1)))
 
@@ -253,7 +251,7 @@ def _open_client(
     # client to use, with your own proxies or certificates; None: a new one
     http: httpx.Client | None = None,
 ) -> AbstractContextManager[httpx.Client]:
-    """Check the judge, and return a context that holds the client; a new client is closed at its end.
+    """Check the judge and return a context that holds the client; a new client is closed when the context ends.
 
     Raises InputError if a parameter of the judge or its key is wrong or missing.
     """
@@ -269,7 +267,7 @@ def parse_scale_scores(
     scales: Mapping[str, str],  # scale's name -> regular expression for how judges write the name
     highest: int,  # highest score of a scale; the lowest is 0
 ) -> dict[str, int] | None:  # keyed by scale; None: the answer cannot be read
-    """Read the score after each scale's name; return None unless each has exactly one, from 0 to `highest`."""
+    """Read the score after each scale's name; return None unless every scale has exactly one, from 0 to `highest`."""
     answer = text.rpartition("</think>")[2]  # without the judge's reasoning
     markup = r"""[\s*_"'`\[(]*"""  # markup around words and numbers
     between = rf"{markup}(?:0 ?[-–] ?{highest}\))?{markup}[:=]?{markup}"
@@ -286,7 +284,7 @@ def parse_scale_scores(
 def parse_yes_no(
     text: str,  # the judge's answer
 ) -> bool | None:  # None: the answer cannot be read
-    """Read yes or no from an answer: its first word, or else whichever of the two words is the only one to occur."""
+    """Return True for yes and False for no: the first word, or else the only one of these two words in the answer."""
     answer = text.rpartition("</think>")[2].lower()
     first = re.match(r"\W*(yes|no)\b", answer)
     words = {first[1]} if first else set(re.findall(r"\b(yes|no)\b", answer))
@@ -303,24 +301,27 @@ def _answer_identities(
     judge: Judge,
     questions: Sequence[ImageQuestion],
 ) -> dict[str, dict]:  # question's id -> values of `_IDENTITY_FIELDS`
-    """Compute the fields that identify the text, image and request to which each question's answer belongs.
+    """Compute, for each question, the fields that identify the text, the image and the request of its answer.
 
     Raises InputError if an image is missing or an id occurs twice.
     """
-    if missing := [q.image for q in questions if not Path(q.image).is_file()]:
+    missing = [question.image for question in questions if not Path(question.image).is_file()]
+    if missing:
         raise InputError(
             f"`images`: {len(missing)} of {len(questions)} are missing, the first is {missing[0]}"
         )
-    image_hashes = {path: sha256_of(path) for path in {q.image for q in questions}}
+    image_files = {question.image for question in questions}
+    image_hashes = {file: sha256_of(file) for file in image_files}
     identities = {}
-    for q in questions:
-        identities[q.id] = {
-            "prompt_sha256": hashlib.sha256(q.text.encode()).hexdigest(),
-            "image_sha256": image_hashes[q.image],
+    for question in questions:
+        identities[question.id] = {
+            "prompt_sha256": hashlib.sha256(question.text.encode()).hexdigest(),
+            "image_sha256": image_hashes[question.image],
             "asked": judge.body(),
         }
     if len(identities) < len(questions):
-        repeated = Counter(q.id for q in questions).most_common(1)[0][0]
+        counts = Counter(question.id for question in questions)
+        repeated, _ = counts.most_common(1)[0]
         raise InputError(
             f"`questions` must have one question per id; {repeated} occurs more than once"
         )
@@ -353,25 +354,24 @@ def _read_answers(
 def ask_judge(
     judge: Judge,  # the model, and how to send requests to it
     questions: Sequence[ImageQuestion],  # questions with different ids
-    # answer -> its meaning, which must be serialisable as JSON; None: it cannot be read
-    parse: Callable[[str], object | None],
+    # text of an answer -> its meaning, which must be serialisable as JSON; None: it cannot be read
+    parse_answer: Callable[[str], object | None],
     file: Path,  # answers.jsonl; questions with enough answers in it are not asked again
     say: Callable[[str], None] = lambda text: None,  # called with progress messages
     # client with your own proxies or certificates; None: a new one
     http: httpx.Client | None = None,
-) -> tuple[dict[str, dict], dict]:  # question's id -> record, and the account
+) -> tuple[dict[str, dict], dict]:  # question's id -> record, and the account of judges and counts
     """Ask all questions that are not settled yet, store every answer, and return one record per question.
 
     The record is the first answer that could be read, or else the last answer. The account names the judges and counts
-    questions, unread answers and refused images. Raises InputError if the judge cannot be asked, if an image is missing, or
-    if the file belongs to other questions or is being written by another process.
+    questions, unread answers and refused images. Raises InputError if the judge cannot be reached, if an image is missing,
+    if the file belongs to other questions, or if another process is writing it.
     """
     open_client = _open_client(judge, http)
     identities = _answer_identities(judge, questions)
     file = Path(file)
-    answers: dict[
-        str, list[dict]
-    ] = {}  # question's id -> its answers, read once the file is locked
+    # question's id -> its answers, which are read when the file has been locked
+    answers: dict[str, list[dict]] = {}
     stop = Event()
     write_lock = Lock()
     failures: list[InputError] = []
@@ -393,7 +393,7 @@ def ask_judge(
                 stop.set()
                 return
             seconds = round(time.monotonic() - start, 3)
-            parsed = None if reply["refused"] else parse(reply["text"])
+            parsed = None if reply["refused"] else parse_answer(reply["text"])
             record = {"id": question.id} | identities[question.id] | reply
             record |= {"parsed": parsed, "seconds": seconds}
             with write_lock:
@@ -487,17 +487,17 @@ class JudgeReward:
     label: str  # words before the number in an answer
     scale: tuple[float, float]  # lowest and highest number
     unread: float | None  # score of an image without a readable answer; None: raise an error
-    http: httpx.Client | None = (
-        None  # client with your own proxies or certificates; None: a new one
-    )
+    # client with your own proxies or certificates; None: a new one
+    http: httpx.Client | None = None
 
     def rubric_fields(self) -> set[str]:
-        """Return the names in curly brackets in the rubric, which are fields of a record."""
+        """Return the names in curly brackets in the rubric; all but `prompt` are fields of a record."""
         return set(re.findall(r"\{(\w+)\}", self.rubric))
 
     def check_record(self, record: Mapping) -> None:
         """Raise InputError unless the record has all fields that the rubric needs."""
-        if missing := sorted(self.rubric_fields() - {"prompt"} - record.keys()):
+        missing = sorted(self.rubric_fields() - {"prompt"} - record.keys())
+        if missing:
             raise InputError(f"its record has no field {missing[0]}, which the rubric needs")
 
     def question(
@@ -517,7 +517,7 @@ class JudgeReward:
     ) -> list[float]:  # one score per image
         """Ask the judge for the scores of all images, with several requests at once.
 
-        Raises InputError if the judge cannot be asked, or if it gives no readable answer and `unread` is None.
+        Raises InputError if the judge cannot be reached, or if it gives no readable answer and `unread` is None.
         """
         open_client = _open_client(self.judge, self.http)
         stop = Event()
@@ -545,7 +545,7 @@ class JudgeReward:
     ) -> float:
         """Ask the judge to rate an image, up to `tries` times, and return the score.
 
-        Without a readable answer, returns `unread`, or raises InputError if `unread` is None.
+        If no answer can be read, returns `unread`, or raises InputError if `unread` is None.
         """
         text = ""
         for _ in range(self.judge.tries):
@@ -572,16 +572,16 @@ def load_judge_reward(
     lowest: float = 0,  # lowest number of the scale
     highest: float = 10,  # highest number of the scale
     key_variable: str = "",  # environment variable with the key; empty: the endpoint needs none
-    max_concurrency: int = 8,  # requests in flight at once, at most
+    max_concurrency: int = 8,  # largest number of requests in flight at once
     timeout: float = 120.0,  # seconds until a request without a reply fails
-    retries: int = 6,  # retries of a request without a valid reply, at most
-    tries: int = 3,  # how often a question is asked until an answer can be read, at most
-    max_tokens: int = 1024,  # length of an answer, at most
+    retries: int = 6,  # largest number of retries of a request without a valid reply
+    tries: int = 3,  # how often a question is asked, at most, until an answer can be read
+    max_tokens: int = 1024,  # largest length of an answer, tokens
     # fields added to the request's body, such as {temperature: 0.7}
     request: Mapping | None = None,
     # score of an image without a readable answer; None: raise an error
     unread: float | None = None,
-    ask: bool = True,  # ask one question about a grey image now, to detect a wrong address
+    ask: bool = True,  # whether to ask one question about a grey image now, which detects a wrong address
 ) -> JudgeReward:  # (images, prompts, records) -> scores
     """Load a judge as a reward.
 
@@ -612,16 +612,16 @@ def load_unifiedreward(
     model: str,  # its name at the endpoint
     rubric: str | None = None,  # a file with the question; None: `UNIFIEDREWARD_RUBRIC`
     key_variable: str = "",  # environment variable with the key; empty: the endpoint needs none
-    max_concurrency: int = 8,  # requests in flight at once, at most
+    max_concurrency: int = 8,  # largest number of requests in flight at once
     timeout: float = 120.0,  # seconds until a request without a reply fails
-    retries: int = 6,  # retries of a request without a valid reply, at most
-    tries: int = 3,  # how often a question is asked until an answer can be read, at most
-    max_tokens: int = 2048,  # length of an answer, at most
+    retries: int = 6,  # largest number of retries of a request without a valid reply
+    tries: int = 3,  # how often a question is asked, at most, until an answer can be read
+    max_tokens: int = 2048,  # largest length of an answer, tokens
     # fields added to the request's body, such as {temperature: 0.7}
     request: Mapping | None = None,
     # score of an image without a readable answer; None: raise an error
     unread: float | None = None,
-    ask: bool = True,  # ask one question about a grey image now, to detect a wrong address
+    ask: bool = True,  # whether to ask one question about a grey image now, which detects a wrong address
 ) -> JudgeReward:  # (images, prompts, records) -> scores
     """Load UnifiedReward behind an endpoint as a reward, with scores from 1 to 5.
 
@@ -660,7 +660,7 @@ def _read_question(
         ) from None
     if "{prompt}" not in text:
         raise InputError(
-            f"`rubric` must hold {{prompt}} where the prompt belongs; {file!r} does not"
+            f"`rubric` must contain {{prompt}} at the place of the prompt; {file!r} does not"
         )
     return text
 
@@ -685,7 +685,7 @@ def _load_judge(
         file = io.BytesIO()
         Image.new("RGB", (64, 64), (128, 128, 128)).save(file, "PNG")
         text = reward.question("a grey square", {})
-        first = ImageQuestion("a grey square", text, file.getvalue())
+        test_question = ImageQuestion("a grey square", text, file.getvalue())
         with _open_client(judge) as client:
-            _send_question(client, judge, first, Event())
+            _send_question(client, judge, test_question, Event())
     return reward

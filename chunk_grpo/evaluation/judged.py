@@ -41,7 +41,7 @@ from chunk_grpo.evaluation.judge import (
 class _Proposition(NamedTuple):
     """Represent a question of DPG-Bench about an image."""
 
-    number: int  # the file's proposition_id
+    number: int  # proposition_id in the file
     question: str  # its answer is yes or no
     parents: tuple[int, ...]  # numbers of the questions on which it depends
     category: str  # category of level 1: entity, attribute, relation, global or other
@@ -81,7 +81,7 @@ class _WISERow(BaseModel, strict=True):
 def _find_wise_files(
     checkout: Path,  # folder of a checkout of WISE
 ) -> dict[str, Path]:  # lower-case file name -> file
-    """Find the folder in a checkout that has all rewritten prompts, and return its JSON files.
+    """Find the folder of a checkout that has all rewritten prompts, and return its JSON files.
 
     Raises InputError if there is no such folder.
     """
@@ -163,7 +163,7 @@ def _fill_rubric(
     rubric: str,  # text with {prompt} and perhaps {explanation}
     item: JudgedPrompt,
 ) -> str:
-    """Replace the placeholders of a rubric with a prompt and its explanation, in a single pass."""
+    """Replace the placeholders of a rubric with a prompt and its explanation, in a single pass over the text."""
     return re.sub(r"\{(prompt|explanation)\}", lambda match: getattr(item, match[1]), rubric)
 
 
@@ -253,12 +253,14 @@ def apply_dependencies(
     item: JudgedPrompt,
     answers: Mapping[int, bool],  # proposition_id -> whether it was answered yes
 ) -> list[bool]:  # one per question, in the order of the prompt's questions
-    """Determine which questions count: those answered yes whose parents all count."""
+    """Determine which questions count: those answered yes whose parents all count.
+
+    The questions are processed in the order of the file, and a parent that is not in the file is ignored.
+    """
     counts = dict(answers)
     for p in item.propositions:
-        counts[p.number] = answers[p.number] and all(
-            counts.get(parent, True) for parent in p.parents
-        )
+        parents_count = all(counts.get(parent, True) for parent in p.parents)
+        counts[p.number] = answers[p.number] and parents_count
     return [counts[p.number] for p in item.propositions]
 
 # %% ../../nbs/10_evaluation/06_judged.ipynb #aab7ed37
@@ -266,9 +268,9 @@ def _build_image_questions(
     items: Sequence[JudgedPrompt],
     images: Mapping[str, Path],  # arm -> folder with {name}.png
     # prompt -> its questions, as a mapping from the end of a question's id to its text
-    ask: Callable[[JudgedPrompt], dict[str, str]],
+    write_questions: Callable[[JudgedPrompt], dict[str, str]],
 ) -> dict[tuple[str, int], list[ImageQuestion]]:  # (arm, prompt index) -> questions
-    """Build the questions about every image; raise InputError if an arm's name is wrong or an image is missing."""
+    """Build the questions about every image; raise InputError if an arm's name is not allowed or an image is missing."""
     questions: dict[tuple[str, int], list[ImageQuestion]] = {}
     for arm, folder in images.items():
         if not re.fullmatch("[a-z][a-z0-9-]*", arm) or arm.endswith("-base"):
@@ -277,14 +279,15 @@ def _build_image_questions(
                 f"got {arm!r}"
             )
         files = [Path(folder) / f"{item.name}.png" for item in items]
-        if missing := [file.name for file in files if not file.is_file()]:
+        missing = [file.name for file in files if not file.is_file()]
+        if missing:
             raise InputError(
                 f"`images`: {folder} lacks {len(missing)} of {len(items)} images, first {missing[0]}"
             )
         for i, (item, file) in enumerate(zip(items, files, strict=True)):
             questions[arm, i] = [
-                ImageQuestion(f"{arm}/{item.name}{end}", text, file)
-                for end, text in ask(item).items()
+                ImageQuestion(f"{arm}/{item.name}{id_end}", text, file)
+                for id_end, text in write_questions(item).items()
             ]
     return questions
 
@@ -298,23 +301,23 @@ def _judge_images(
     say: Callable[[str], None],  # called with progress messages
     http: httpx.Client | None,  # client with your own proxies or certificates; None: a new one
     # prompt -> its questions, as a mapping from the end of a question's id to its text
-    ask: Callable[[JudgedPrompt], dict[str, str]],
-    parse: Callable[[str], object | None],  # answer -> its meaning; None if it cannot be read
-    # (prompt, parsed answers) -> entries of its record
-    score: Callable[[JudgedPrompt, list], dict],
+    write_questions: Callable[[JudgedPrompt], dict[str, str]],
+    parse_answer: Callable[[str], object | None],  # text -> its meaning; None if it cannot be read
+    # (prompt, parsed answers) -> entries of the record of its image
+    score_answers: Callable[[JudgedPrompt, list], dict],
     weights: Mapping[str, float] | None = None,  # keyed by category; None: there are no categories
-    # one record per image whose answers could all be read; judge, arms and overall of the summary
+    # records of the images whose answers could all be read; judge, arms and overall of the summary
 ) -> tuple[list[dict], dict]:
     """Ask the judge about every image of every arm, and return records and a summary of the arms.
 
-    Raises InputError if an image is missing or the judge cannot be asked.
+    Raises InputError if an image is missing or the judge cannot be reached.
     """
-    questions = _build_image_questions(items, images, ask)
+    questions = _build_image_questions(items, images, write_questions)
     all_questions = [
         question for image_questions in questions.values() for question in image_questions
     ]
     answers, account = ask_judge(
-        judge, all_questions, parse, file=Path(out) / "answers.jsonl", say=say, http=http
+        judge, all_questions, parse_answer, file=Path(out) / "answers.jsonl", say=say, http=http
     )
 
     # An image is scored only if all its answers could be read.
@@ -331,7 +334,7 @@ def _judge_images(
                 "file": str(image_questions[0].image),
                 "category": {},
             }
-            records.append(record | score(items[i], parsed))
+            records.append(record | score_answers(items[i], parsed))
 
     arms = {}
     for arm in images:
@@ -365,19 +368,20 @@ def evaluate_wise(
     items, files = read_wise_prompts(checkout)
     text = read_rubric(rubric)
 
-    def ask(item: JudgedPrompt) -> dict[str, str]:
-        """Return the only question about an image: the filled-in rubric."""
+    def write_questions(item: JudgedPrompt) -> dict[str, str]:
+        """Return the only question about an image: the rubric, filled in."""
         return {"": _fill_rubric(text, item)}
 
-    def parse(answer: str) -> dict[str, int] | None:
+    def parse_answer(answer: str) -> dict[str, int] | None:
         """Read the three ratings from an answer."""
         return parse_scale_scores(answer, WISCORE_SCALES, 2)
 
-    def score(item: JudgedPrompt, parsed: list) -> dict:
+    def score_answers(item: JudgedPrompt, parsed: list) -> dict:
         """Return the ratings, WiScore and category of an image."""
+        (ratings,) = parsed
         return {
-            "parts": parsed[0],
-            "scores": {"wise": _compute_wiscore(parsed[0])},
+            "parts": ratings,
+            "scores": {"wise": _compute_wiscore(ratings)},
             "category": {"wise": item.category},
         }
 
@@ -389,9 +393,9 @@ def evaluate_wise(
         out=out,
         say=say,
         http=http,
-        ask=ask,
-        parse=parse,
-        score=score,
+        write_questions=write_questions,
+        parse_answer=parse_answer,
+        score_answers=score_answers,
         weights=WISE_WEIGHTS,
     )
     for arm, row in result["arms"].items():
@@ -433,9 +437,9 @@ def _category_shares(
     items: Sequence[JudgedPrompt],
     records: Sequence[Mapping],  # records of one arm, one per image
 ) -> dict[str, dict]:  # category -> answered and score, see `bootstrap_ratio`
-    """Compute, for each category, the share of questions answered yes, and the share that still count as yes.
+    """Compute, for each category, the share of questions answered yes (`answered`), and the share that count (`score`).
 
-    A yes counts only if the questions that it depends on were answered yes. Confidence intervals resample prompts.
+    A yes counts only if the questions on which it depends count, too. Confidence intervals resample prompts.
     """
     rows = []
     for r in records:
@@ -469,11 +473,11 @@ def evaluate_dpg(
     """
     items, files = read_dpg_prompts(file)
 
-    def ask(item: JudgedPrompt) -> dict[str, str]:
-        """Return the questions about an image of the prompt, each of which is sent in its own request."""
+    def write_questions(item: JudgedPrompt) -> dict[str, str]:
+        """Return all questions about an image of the prompt; each is sent in its own request."""
         return {f"/{p.number}": DPG_QUESTION.format(question=p.question) for p in item.propositions}
 
-    def score(item: JudgedPrompt, answers: list) -> dict:
+    def score_answers(item: JudgedPrompt, answers: list) -> dict:
         """Return the share of questions that count, which ones count, and which ones were answered yes."""
         numbers = (p.number for p in item.propositions)
         counts = apply_dependencies(item, dict(zip(numbers, answers, strict=True)))
@@ -491,9 +495,9 @@ def evaluate_dpg(
         out=out,
         say=say,
         http=http,
-        ask=ask,
-        parse=parse_yes_no,
-        score=score,
+        write_questions=write_questions,
+        parse_answer=parse_yes_no,
+        score_answers=score_answers,
     )
     arms = result["arms"]
     for arm, row in arms.items():

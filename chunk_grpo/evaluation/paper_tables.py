@@ -20,7 +20,7 @@ PAPER_TABLES = {
 
 
 def read_paper_tables() -> dict:  # keyed by table: trained_on, columns and rows
-    """Read all numbers that the package stores from the paper."""
+    """Read all numbers of the paper that the package stores."""
     return json.loads(
         (resources.files("chunk_grpo") / "evaluation/paper_tables.json").read_text(encoding="utf-8")
     )
@@ -28,7 +28,9 @@ def read_paper_tables() -> dict:  # keyed by table: trained_on, columns and rows
 
 def paper_table_rows(
     key: str,  # a key of `PAPER_TABLES`
-) -> list[dict]:  # per row: its name (row) and a number per column; Table 3: steps and chunks, too
+) -> list[
+    dict
+]:  # one per row: its name under `row`, and a number per column; in Table 3 also steps and chunks
     """Return the rows of one of the paper's tables."""
     table = read_paper_tables()[key]
     rows = table["rows"]
@@ -40,8 +42,8 @@ def paper_table_rows(
 
 def paper_benchmark_rows(
     name: str,  # geneval, wise, dpg, or a column of Tables 1 and 4; a prefix pocket- is ignored
-) -> list[dict]:  # per row: arm, source, trained on, and a number per column
-    """Return the rows that the paper reports for a benchmark; empty if it reports none."""
+) -> list[dict]:  # one per row: arm, source, trained on, and a number per column
+    """Return the rows that the paper reports for a benchmark, or an empty list if it reports none."""
     name = name.removeprefix("pocket-")
     tables = read_paper_tables()
     table_of_benchmark = {

@@ -38,7 +38,7 @@ from chunk_grpo.evaluation.run_images import (
     image_cost,
     load_trained_policy,
     sample_arm_images,
-    size_of_arm,
+    arm_image_size,
 )
 from chunk_grpo.models.inputs import (
     ImagePrompt,
@@ -61,32 +61,31 @@ from chunk_grpo.runs.run_folder import (
 # %% ../../nbs/10_evaluation/01_parts.ipynb #ae0ef414
 def score_prompt_images(
     images: torch.Tensor,  # (B, 3, H, W) in [0, 1]
-    texts: list[str],  # one prompt per image
+    prompts: list[str],  # one per image
     scorers: Mapping[str, Callable],  # rewards, keyed by name
-    records: Sequence[Mapping] | None = None,  # one per image; None: {"prompt": text}
+    records: Sequence[Mapping]
+    | None = None,  # record of each image's prompt; None: {"prompt": prompt}
     groups: Sequence[int] | None = None,  # index of each image's prompt
 ) -> list[dict]:  # per image: scores, category and objects, each keyed by the reward's name
-    """Score images, and collect the prompts' categories and the images' objects from rewards that report them."""
-    scores = {
-        name: rewards.score_images(
-            name, scorer, images, texts, records=records, groups=groups
+    """Score images with rewards, and collect the categories and objects that some rewards report."""
+    scores = {}
+    objects = {}  # reward -> for each image, whether it shows each requested object
+    for name, scorer in scorers.items():
+        scores[name] = rewards.score_images(
+            name, scorer, images, prompts, records=records, groups=groups
         ).tolist()
-        for name, scorer in scorers.items()
-    }
-    objects = {
-        name: scorer.objects(images, texts)
-        for name, scorer in scorers.items()
-        if hasattr(scorer, "objects")
-    }
+    for name, scorer in scorers.items():
+        if hasattr(scorer, "objects"):
+            objects[name] = scorer.objects(images, prompts)
     results = []
-    for n, text in enumerate(texts):
+    for n, prompt in enumerate(prompts):
+        categories = {}
+        for name, scorer in scorers.items():
+            if hasattr(scorer, "category"):
+                categories[name] = scorer.category(prompt)
         result = {
             "scores": {name: values[n] for name, values in scores.items()},
-            "category": {
-                name: scorer.category(text)
-                for name, scorer in scorers.items()
-                if hasattr(scorer, "category")
-            },
+            "category": categories,
             "objects": {name: [int(x) for x in values[n]] for name, values in objects.items()},
         }
         results.append(result)
@@ -100,8 +99,8 @@ def evaluation_parts(
 ) -> list[tuple[str, int, int]]:  # arm, first image, last image plus 1
     """Divide an evaluation into parts of `rollout_batch` consecutive images, arm by arm.
 
-    A part holds all images of its prompts, so a reward that compares the images of a prompt gets them all. If one prompt has
-    more than `rollout_batch` images, a part is larger than that.
+    A part holds all images of its prompts, because a reward that compares the images of a prompt needs them all. If a prompt
+    has more than `rollout_batch` images, a part is larger than `rollout_batch`.
     """
     image_count = prompt_count * settings.eval_images
     size = max(1, settings.rollout_batch // settings.eval_images) * settings.eval_images
@@ -143,27 +142,32 @@ def sample_part(
 ) -> list[dict]:  # one record per image
     """Sample and score the images of a part, write them to disk, and return their records."""
     arm, low, high = part
-    places_of_size = defaultdict(list)
+    # Images of one size are sampled together.
+    indices_by_size = defaultdict(list)  # size -> (prompt index, image index) of each image
     for n in range(low, high):
-        place = divmod(n, settings.eval_images)  # prompt index, image index
-        places_of_size[size_of_arm(settings, arm, place[0])].append(place)
+        prompt_index, image_index = divmod(n, settings.eval_images)
+        size = arm_image_size(settings, arm, prompt_index)
+        indices_by_size[size].append((prompt_index, image_index))
 
-    images = {}  # place -> image
-    results = {}  # place -> scores, category and objects
-    for places in places_of_size.values():
+    images = {}  # (prompt index, image index) -> image
+    results = {}  # (prompt index, image index) -> scores, category and objects
+    for indices in indices_by_size.values():
         sampled = sample_arm_images(
-            model=model, settings=settings, prompts=prompts, places=places, arm=arm, split=split
+            model=model, settings=settings, prompts=prompts, places=indices, arm=arm, split=split
         )
-        prompt_indices = [p for p, _ in places]
+        prompt_indices = [p for p, _ in indices]
+        image_records = None
+        if prompt_records:
+            image_records = [prompt_records[p] for p in prompt_indices]
         scored = score_prompt_images(
             sampled,
             [prompts[p] for p in prompt_indices],
             scorers,
-            records=[prompt_records[p] for p in prompt_indices] if prompt_records else None,
+            records=image_records,
             groups=prompt_indices,
         )
-        images |= zip(places, sampled, strict=True)
-        results |= zip(places, scored, strict=True)
+        images |= zip(indices, sampled, strict=True)
+        results |= zip(indices, scored, strict=True)
 
     records = []
     make_folders(folder / arm)
@@ -179,12 +183,14 @@ def sample_part(
         }
         if isinstance(prompts[p], ImagePrompt):
             record |= _save_source_image(prompts[p], p, (image.shape[2], image.shape[1]), folder)
-        records.append(record | {"file": f"{arm}/{n:05d}.png"} | results[p, i])
-        VaeImageProcessor.numpy_to_pil(image.permute(1, 2, 0).numpy())[0].save(
-            folder / records[-1]["file"]
-        )
-        sync_to_disk(folder / records[-1]["file"])
-    sync_to_disk(folder / arm)  # sync the file names, too, before the records are written
+        name = f"{arm}/{n:05d}.png"
+        records.append(record | {"file": name} | results[p, i])
+        (picture,) = VaeImageProcessor.numpy_to_pil(image.permute(1, 2, 0).numpy())
+        picture.save(folder / name)
+        sync_to_disk(folder / name)
+    sync_to_disk(
+        folder / arm
+    )  # the file names, too, must be on the disk before the records are written
     return records
 
 # %% ../../nbs/10_evaluation/01_parts.ipynb #cb623460
@@ -205,8 +211,9 @@ def unfinished_evaluation_folder(
         "weights": hash_trained_weights(run),
     }
     # The settings hold only the path of the prompt list; the records include its negative prompts.
-    if records := hash_records(settings.eval_prompts, "eval_prompts"):
-        identity["records"] = records
+    records_hash = hash_records(settings.eval_prompts, "eval_prompts")
+    if records_hash:
+        identity["records"] = records_hash
     name = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:12]
     return file_of_run(run, f"evaluation.begun/{name}")
 
@@ -233,14 +240,13 @@ def evaluation_lock(
 
 def read_parts(
     folder: Path,  # folder of an evaluation, which may be missing
-) -> dict[tuple[str, int, int], list[dict]]:  # keyed by part
+) -> dict[tuple[str, int, int], list[dict]]:  # keyed by part, see `evaluation_parts`
     """Read the records of all finished parts in a folder."""
-    files = sorted(Path(folder).glob("parts-*.jsonl"))
-    return {
-        tuple(line["part"]): line["records"]
-        for file in files
-        for line in read_json_lines(file, EvaluationPart)
-    }
+    records_by_part = {}
+    for file in sorted(Path(folder).glob("parts-*.jsonl")):
+        for line in read_json_lines(file, EvaluationPart):
+            records_by_part[tuple(line["part"])] = line["records"]
+    return records_by_part
 
 # %% ../../nbs/10_evaluation/01_parts.ipynb #022abb40
 def load_scorers(
@@ -248,7 +254,7 @@ def load_scorers(
     run: Path | None = None,  # run folder whose settings these are; None: no run
     trust: bool = False,  # whether the user trusts the code that the run names
 ) -> dict[str, Callable]:  # keyed by name
-    """Load the rewards of training and evaluation.
+    """Load the training and evaluation rewards.
 
     Rewards that an untrusted run names are not imported from the working folder.
     """
@@ -262,7 +268,8 @@ def load_scorers(
     scorers = {}
     for name in names:
         options = settings.reward_options.get(name, {})
-        scorers[name] = placement.load_placed_reward(name, name not in run_rewards, **options)
+        use_working_folder = name not in run_rewards
+        scorers[name] = placement.load_placed_reward(name, use_working_folder, **options)
     return scorers
 
 
@@ -279,7 +286,7 @@ def sample_share(
     settings: Settings,  # settings of the evaluation
     arms: Mapping[str, int | None],  # arm -> split
     folder: Path,  # folder of the evaluation, see `unfinished_evaluation_folder`
-    share: tuple[int, int] = (0, 1),  # this process's number, and the number of processes
+    share: tuple[int, int] = (0, 1),  # index of this process, and the number of processes
     watch: Callable = lambda: None,  # called after every part
     trust: bool = False,  # whether the user trusts the code that the run names
 ) -> None:
@@ -293,19 +300,17 @@ def sample_share(
     settings = load_settings(settings)
     folder = Path(folder)
     prompts, prompt_records = read_run_prompts_with_records(settings, "eval_prompts")
-    done = read_parts(folder)
-    todo = [
-        part
-        for part in evaluation_parts(settings, len(prompts), arms)[share[0] :: share[1]]
-        if part not in done
-    ]
+    finished = read_parts(folder)
+    process_index, process_count = share
+    parts = evaluation_parts(settings, len(prompts), arms)[process_index::process_count]
+    missing = [part for part in parts if part not in finished]
     # The scorers are loaded inside this context, because a worker gets as many threads as this process has at that time.
     with sampling_threads(settings.threads):
         scorers = load_scorers(settings, run, trust)
         rewards.check_prompts(scorers, prompts, "eval_prompts", prompt_records)
         model = load_trained_policy(run, settings)
         file = folder / f"parts-{uuid.uuid4().hex}.jsonl"
-        for part in todo:
+        for part in missing:
             records = sample_part(
                 model=model,
                 settings=settings,
@@ -324,8 +329,8 @@ def progress_watcher(
     settings: Settings,  # settings of the evaluation
     parts: list[tuple[str, int, int]],  # all parts of the evaluation, see `evaluation_parts`
     folder: Path,  # folder of the evaluation, with the finished parts
-    say: Callable[[str], None],  # called with each line of the report
-    interval: float = 10.0,  # seconds between two lines, at least
+    say: Callable[[str], None],  # called with each line of progress
+    interval: float = 10.0,  # shortest time between two lines, seconds
 ) -> Callable[[], None]:  # reports the progress when it is called
     """Return a function that counts the finished parts of all processes and reports the progress."""
 
@@ -367,15 +372,15 @@ def replace_evaluation(
     folder: Path,  # folder of the newer evaluation, which is complete
     destination: Path,  # folder of the older evaluation, which may be missing
 ) -> None:
-    """Move a finished evaluation to its destination, replacing an older one, so that a kill loses neither."""
-    aside = folder.with_name(f"{folder.name}-older")
-    shutil.rmtree(aside, ignore_errors=True)
+    """Replace an older evaluation with a finished one, so that a killed process loses neither."""
+    older = folder.with_name(f"{folder.name}-older")
+    shutil.rmtree(older, ignore_errors=True)
     remove_abandoned(folder)  # temporary files of a process that was killed
     sync_tree(folder)
     if destination.is_dir():
-        destination.rename(aside)
+        destination.rename(older)
     folder.rename(destination)
     sync_to_disk(destination.parent)
-    shutil.rmtree(aside, ignore_errors=True)
+    shutil.rmtree(older, ignore_errors=True)
     for file in destination.glob("parts-*.jsonl"):
         file.unlink()

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['AS_TRAINED_ARMS', 'find_trained_weights', 'hash_trained_weights', 'find_newest_weights', 'load_trained_policy',
-           'size_of_arm', 'sample_arm_images', 'image_cost']
+           'arm_image_size', 'sample_arm_images', 'image_cost']
 
 # %% ../../nbs/10_evaluation/00_run_images.ipynb #562474c4
 import hashlib
@@ -47,31 +47,33 @@ def find_trained_weights(
 def hash_trained_weights(
     run: Path | str,  # the run folder
 ) -> str:  # sha256
-    """Compute a hash that identifies the weights of a finished run.
+    """Verify the weights of a finished run, and compute a hash that identifies them.
 
     Raises InputError if there are no weights, or if they differ from those that training wrote.
     """
     folder = find_trained_weights(run)
     file = Path(run) / "run.json"
-    note = read_json(file, RunInfo) if file.is_file() else {}
+    run_info = read_json(file, RunInfo) if file.is_file() else {}
     actual = _hashes_of_loaded_files(hash_files(folder))
-    recorded = _hashes_of_loaded_files(note.get("final_sha256", {}))
-    if note.get("status") == "finished" and recorded and recorded != actual:
+    recorded = _hashes_of_loaded_files(run_info.get("final_sha256", {}))
+    if run_info.get("status") == "finished" and recorded and recorded != actual:
         raise InputError(
             f"run: the weights in {run}/final are not those that the training wrote; remove that folder "
             "and resume the run."
         )
-    # Without recorded hashes, damage is found only by reading the weights.
+    # Without recorded hashes, only reading the weights can detect damage.
     if not recorded and any(folder.glob("*.safetensors")):
         trainable.read_saved_weights(folder)
     hashes = [digest for name, digest in actual.items() if name.endswith(".safetensors")]
-    return hashes[0] if len(hashes) == 1 else hashlib.sha256("".join(hashes).encode()).hexdigest()
+    if len(hashes) == 1:
+        return hashes[0]
+    return hashlib.sha256("".join(hashes).encode()).hexdigest()
 
 
 def _hashes_of_loaded_files(
     hashes: Mapping[str, str],  # keyed by file name
 ) -> dict[str, str]:  # keyed by file name
-    """Select the hashes of the files that loading reads: weights and configurations."""
+    """Select the hashes of the files that are read when weights are loaded: weights and configurations."""
     return {
         name: digest for name, digest in hashes.items() if name.endswith((".safetensors", ".json"))
     }
@@ -96,9 +98,9 @@ def find_newest_weights(
             f"the run must have trained weights; {run} has neither final/ nor a checkpoint yet"
         )
     newest = file_of_run(run, f"checkpoints/{folders[-1].name}")
-    note = read_json(run / "run.json", RunInfo)
+    run_info = read_json(run / "run.json", RunInfo)
     checkpoints.verify_checkpoint(
-        newest, {"run_id": note.get("run_id", ""), "settings": note.get("settings", {})}
+        newest, {"run_id": run_info.get("run_id", ""), "settings": run_info.get("settings", {})}
     )
     return newest
 
@@ -118,13 +120,12 @@ def load_trained_policy(
     negative_prompts = {}
     if read_held_out_prompts(settings):
         negative_prompts = read_run_negative_prompts(settings, ["eval_prompts"])
-    # Read and check the weights before the base is loaded, which takes long.
-    final = folder.name == "final"
-    groups = ("ema", "weights")
-    if final:
+    # Read and check the weights first, because loading the base takes long.
+    is_final = folder.name == "final"
+    if is_final:
         stored = trainable.read_saved_weights(folder)
     else:
-        stored = checkpoints.read_tensors(folder, only=groups)
+        stored = checkpoints.read_tensors(folder, only=("ema", "weights"))
     names = (
         "max_tokens",
         "dtype",
@@ -146,28 +147,28 @@ def load_trained_policy(
     policy = trainable.load_trainable_policy(
         settings.model, device=choose_image_device(settings), **options
     )
-    adapters.load_start_adapter(
-        policy, settings, run
-    )  # the weights that training started from are the base
+    # The base of an evaluation has the weights from which training started.
+    adapters.load_start_adapter(policy, settings, run)
     policy.truncate_timesteps = settings.truncate_timesteps  # as in training
     policy.negative_prompt = settings.negative_prompt
     policy.negative_prompts = negative_prompts
-    if final:
+    if is_final:
         trainable.load_trained_weights(policy, folder, stored)
         return policy
 
     # A checkpoint names each weight by its position in the list of trained weights.
     weights = stored.get("ema", stored["weights"])
-    net = policy.transformer
+    transformer = policy.transformer
     parameters = policy.trained
     if not policy.lora and settings.sharding == "none":
         trainable.freeze_layers_without_gradient(
-            net.requires_grad_(True), policy.layers_without_gradient
+            transformer.requires_grad_(True), policy.layers_without_gradient
         )
         parameters = [p for p in parameters if p.requires_grad]
-        net.requires_grad_(False)
+        transformer.requires_grad_(False)
     expected_shapes = {str(i): p.shape for i, p in enumerate(parameters)}
-    if {k: w.shape for k, w in weights.items()} != expected_shapes:
+    stored_shapes = {name: weight.shape for name, weight in weights.items()}
+    if stored_shapes != expected_shapes:
         raise checkpoints.damaged(
             folder, "the shapes of its weights are not those of the trained weights"
         )
@@ -183,15 +184,15 @@ AS_TRAINED_ARMS = {
 }
 
 
-def size_of_arm(
+def arm_image_size(
     settings: Settings,  # settings of the evaluation
     arm: str,  # name of the arm
     prompt_index: int,  # position in the list of prompts
 ) -> int | tuple[int, int]:  # side length or (height, width), pixels
     """Return the size at which an arm samples the images of a prompt.
 
-    The arms with the training sampler use a size of training. If there are several, the choice depends only on
-    `eval_seed` and the prompt's index.
+    The ODE arms use `eval_resolution`. The arms with the training sampler use a training size; if there are several, the
+    choice depends only on `eval_seed` and the prompt's index.
     """
     if arm not in AS_TRAINED_ARMS:
         return settings.eval_resolution
@@ -204,7 +205,7 @@ def sample_arm_images(
     settings: Settings,  # settings of the evaluation
     # all prompts, or a mapping from prompt index to prompt with at least those in `places`
     prompts: Sequence[str] | Mapping[int, str],
-    # (prompt index, image index) of each image to sample; all of one size, see `size_of_arm`
+    # (prompt index, image index) of each image to sample; all of one size, see `arm_image_size`
     places: list[tuple[int, int]],
     arm: str,  # name of the arm, which decides between the ODE and the training sampler
     split: int | None,  # step at which the base takes over: 0 means the base alone, None never
@@ -214,18 +215,19 @@ def sample_arm_images(
     Each image depends only on the settings, its prompt and its indices, not on the other images. Raises InputError if the
     images differ in size.
     """
-    sampler = (
-        load_method(settings).sampler(settings.iterations - 1) if arm in AS_TRAINED_ARMS else None
-    )
+    sampler = None  # the ODE
+    if arm in AS_TRAINED_ARMS:
+        sampler = load_method(settings).sampler(settings.iterations - 1)
     training_guidance, evaluation_guidance = guidance_scales(settings)
-    sizes = {size_of_arm(settings, arm, prompt_index) for prompt_index, _ in places}
+    sizes = {arm_image_size(settings, arm, prompt_index) for prompt_index, _ in places}
     if len(sizes) > 1:
         raise InputError(
             f"`places` must have images of one size; {arm} has {sorted(sizes, key=str)}"
         )
     for size in sizes:
         model.set_resolution(size)
-    model.set_guidance(*(training_guidance if sampler else evaluation_guidance))
+    guidance = training_guidance if sampler else evaluation_guidance
+    model.set_guidance(*guidance)
     return sample_images(
         policy=model,
         prompts=prompts,
@@ -242,12 +244,13 @@ def sample_arm_images(
 def image_cost(
     settings: Settings,  # settings of the evaluation
     arm: str,  # name of the arm
-) -> int:  # forward passes times pixels; only ratios are meaningful
+) -> int:  # forward passes times pixels; only ratios between arms are meaningful
     """Estimate the relative cost of sampling one image of an arm."""
+    # With classifier-free guidance, each step takes a second forward pass.
     (_, training_scale), (_, evaluation_scale) = guidance_scales(settings)
     if arm in AS_TRAINED_ARMS:
-        forward_passes = settings.steps * (1 + (training_scale > 1))
+        forward_passes = settings.steps * (2 if training_scale > 1 else 1)
         pixels = [math.prod(image_size(size)) for size in training_sizes(settings)]
         return forward_passes * (sum(pixels) // len(pixels))
-    forward_passes = settings.eval_steps * (1 + (evaluation_scale > 1))
+    forward_passes = settings.eval_steps * (2 if evaluation_scale > 1 else 1)
     return forward_passes * math.prod(image_size(settings.eval_resolution))

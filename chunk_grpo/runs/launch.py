@@ -64,8 +64,8 @@ from ..training.callbacks import Callback, as_callbacks, format_progress, load_c
 from ..training.trainer import train_run
 
 # %% ../../nbs/09_runs/01_launch.ipynb #6d2e8181
-def _exit_when_first_ends(run: Path) -> None:
-    """Exit as soon as the first process, which holds the lock of the log, has ended."""
+def _exit_when_first_process_ends(run: Path) -> None:
+    """Wait until the first process, which holds the lock of the log, has ended; then exit."""
     with open(run / "train.log", "rb") as log:
         fcntl.flock(log, fcntl.LOCK_SH)
         os._exit(128 + signal.SIGTERM)
@@ -80,8 +80,8 @@ def _train_in_process(
     start = time.time()
     threads = torch.get_num_threads()
 
-    class Finish(Callback):
-        """Mark the run as finished, once its files are on the disk."""
+    class MarkFinished(Callback):
+        """Mark the run as finished once its files are on the disk."""
 
         def on_train_end(self, state) -> None:
             """Write the status, the seconds and the hashes of the weights to run.json."""
@@ -97,9 +97,9 @@ def _train_in_process(
             )
 
     def on_sigterm() -> None:
-        """Make this process, unless it is the first, end after the first, which may still wait for it, see `train_run`."""
+        """Let this process, unless it is the first, end after the first one, which may still wait for it (see `train_run`)."""
         if not is_first:
-            threading.Thread(target=_exit_when_first_ends, args=[run], daemon=True).start()
+            threading.Thread(target=_exit_when_first_process_ends, args=[run], daemon=True).start()
 
     with (
         lock_log(run / "train.log") if is_first else contextlib.nullcontext() as log,
@@ -107,7 +107,7 @@ def _train_in_process(
     ):
 
         def write_line(text: str) -> None:
-            """Write a line to the log, and print it if the user should see it at once."""
+            """Write a line to the log; print it, too, if it is a warning or describes the adapted layers."""
             log.write(f"{text}\n".encode())
             log.flush()
             if text.startswith("warning: "):
@@ -123,7 +123,7 @@ def _train_in_process(
                     started=read_run_info(run).get("started") or start,
                     error=None,
                 )
-                callbacks = [*callbacks, Finish()]
+                callbacks = [*callbacks, MarkFinished()]
             train_run(read_run_settings(run, exact=True), run, as_callbacks(callbacks), write_line)
         except Exception:
             # An error after the weights were written, such as a lost connection, does not fail the run.
@@ -146,7 +146,7 @@ def _print_line(
     text: str,  # one line
     stream: TextIO | None = None,  # None: stdout
 ) -> None:
-    """Print a line; errors such as a closed pipe or a full disk are ignored, so that training goes on."""
+    """Print a line, and ignore errors such as a closed pipe or a full disk, so that training continues."""
     with contextlib.suppress(OSError, ValueError):
         print(text, file=stream or sys.stdout, flush=True)
 
@@ -187,7 +187,7 @@ def _explain_first_failure(
 ) -> tuple[int, str, str]:  # exit code, reason, traceback
     """Translate the error of the worker that failed first into an exit code, a reason and a traceback.
 
-    Workers that the agent ended do not count.
+    Workers that were ended by the agent are ignored.
     """
 
     def failure_time(rank: int) -> float:
@@ -203,25 +203,30 @@ def _explain_first_failure(
         if report["exit_code"] == 2:
             return 2, report["message"], ""
         return 1, f"rank {rank}: {report['message']}", report["traceback"]
-    how = f"was killed by {failures[rank].signal_name()}" if code < 0 else f"exited with {code}"
-    return 1, f"rank {rank} {how}", ""
+    if code < 0:
+        reason = f"rank {rank} was killed by {failures[rank].signal_name()}"
+    else:
+        reason = f"rank {rank} exited with {code}"
+    return 1, reason, ""
 
 
 def _run_worker(
     run: Path,  # the run folder
     parent: int,  # process id of the agent
-    names: Sequence[str],  # names of callbacks
+    callback_names: Sequence[str],  # such as file.py:name
 ) -> int:  # exit code
-    """Train as one of several processes, and write an error to the file that the agent reads."""
+    """Train as one of several processes; if an error occurs, write it to the file that the agent reads."""
     die_with_parent(parent)()
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)  # as torchrun does it: processes share the cores
     is_first = os.environ["RANK"] == "0"
     try:
         # Every process has the callback objects, but only the first one calls functions.
-        loaded = [load_callback(name) for name in names]
+        loaded = [load_callback(name) for name in callback_names]
         callbacks = [callback for callback in loaded if is_first or isinstance(callback, Callback)]
-        _train_in_process(run, [*([print_progress] if is_first else []), *callbacks])
+        if is_first:
+            callbacks = [print_progress, *callbacks]
+        _train_in_process(run, callbacks)
     except BaseException as error:
         code, reason, text = _explain_error(error)
         if code not in (130, 143):
@@ -245,14 +250,14 @@ def _launch_workers(
     node_rank: int,  # index of this machine, from 0
     rendezvous: str,  # HOST:PORT of the first machine
     max_restarts: int,  # how often the processes are restarted after one fails
-    callbacks: Sequence[str],  # names of callbacks
+    callbacks: Sequence[str],  # names such as file.py:name
 ) -> None:
     """Train a run folder in several processes with torch's launcher, on this machine or as one of several."""
     handlers = {
         number: signal.getsignal(number)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
     }
-    # The launcher's log lines are silenced, since the error raised below says the same.
+    # The launcher's log lines are silenced, since the error raised below has the same content.
     logger = logging.getLogger("torch.distributed.elastic")
     logger.propagate = False
     logger.handlers = [logging.NullHandler()]
@@ -264,8 +269,8 @@ def _launch_workers(
             "rdzv_endpoint": rendezvous,
             "rdzv_configs": {"rank": node_rank, "timeout": 600},
         }
-    # The workers share the launcher's store. A store of their own would need a second port, which another program
-    # may take before the first worker listens on it. But a shared store keeps old keys when workers restart.
+    # The workers share the launcher's store. A separate store would need a second port, which another program might
+    # take before the first worker listens on it. But a shared store keeps old keys when the workers restart.
     if max_restarts:
         os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     with temporary_folder("torchrun") as logs:
@@ -343,7 +348,7 @@ def train_folder(
             update_run_json(run, status=status, error=reason)
         if is_interrupt or isinstance(error, InputError):
             raise
-        # A worker's error arose in another process, so the agent's error is not its cause.
+        # A worker's error was raised in another process, so the agent's error is not its cause.
         cause = None if failures else error
         if code == 2:
             raise InputError(reason) from cause
@@ -352,9 +357,9 @@ def train_folder(
 
 
 def _roll_back(run: Path) -> None:
-    """Remove what a start with invalid input left in the run folder.
+    """Remove the files that a start with invalid input left in the run folder.
 
-    The folder is removed, too, if that start created it and nothing else is in it.
+    The folder is removed, too, if that start created it and it holds no other files.
     """
     made_folder = read_json(run / "run.json").get("made_folder", True)
     patterns = (
@@ -381,9 +386,9 @@ def _roll_back(run: Path) -> None:
 
 # %% ../../nbs/09_runs/01_launch.ipynb #345199ae
 def check_launcher() -> None:
-    """Raise InputError if environment variables describe several processes or change what is computed.
+    """Raise InputError if environment variables describe several processes or change the results.
 
-    It is called for a run that a single process trains.
+    It is called before a run is trained in a single process.
     """
     check_environment()
     sizes = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
@@ -416,13 +421,14 @@ def train(
     out: str | Path | None = None,  # the run folder; None: a new one under runs/
     resume: bool | Literal["auto"] = False,  # resume the run in that folder; auto: if there is one
     processes: int = 1,  # number of processes on each machine
-    # a function gets each line of metrics and the settings; "file.py:name" works with several processes too
+    # each function gets every line of metrics and the settings; "file.py:name" works with several processes, too
     callbacks: Sequence[Callback | Callable | str] = (),
     nodes: int = 1,  # number of machines
     node_rank: int = 0,  # index of this machine, from 0
     rendezvous: str = "",  # HOST:PORT of the first machine
     max_restarts: int = 0,  # how often several processes are restarted after one fails
-    on_made: Callable[[Path], object] | None = None,  # called with the run folder once it exists
+    on_made: Callable[[Path], object]
+    | None = None,  # called with the run folder as soon as it exists
 ) -> Path:  # the folder of the finished run
     """Train a run in this process, or in several, and return the run folder.
 

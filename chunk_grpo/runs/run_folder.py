@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['file_of_run', 'find_run', 'is_training', 'read_run_info', 'update_run_json', 'read_run_settings',
            'read_metrics_lines', 'read_metrics', 'read_run_profile', 'read_evaluation_summary',
-           'read_evaluation_records', 'next_run_folder', 'check_new_folder', 'run_origin', 'is_own_run', 'check_trust',
-           'check_run_inputs', 'has_final_weights', 'holds_run', 'create_run']
+           'read_evaluation_records', 'next_run_folder', 'check_new_folder', 'run_origin', 'is_own_run',
+           'record_own_run', 'check_trust', 'check_run_inputs', 'has_final_weights', 'holds_run', 'create_run']
 
 # %% ../../nbs/09_runs/00_run_folder.ipynb #9918e5c8
 import hashlib
@@ -107,14 +107,14 @@ def is_training(run: Path | str) -> bool:
 # %% ../../nbs/09_runs/00_run_folder.ipynb #cff33988
 def read_run_info(
     run: str | Path,  # the run folder
-    needed: Sequence[str] = (),  # further fields that run.json must have
+    required_fields: Sequence[str] = (),  # fields that run.json must have, besides status
 ) -> dict:
     """Return the content of run.json, with the current status.
 
     The status is created, running, finished, failed or interrupted. It is interrupted if the file says running but no
     process is training the run.
     """
-    run_info = read_json(find_run(run) / "run.json", RunInfo, ("status", *needed))
+    run_info = read_json(find_run(run) / "run.json", RunInfo, ("status", *required_fields))
     is_interrupted = (
         run_info["status"] == "running"
         and file_of_run(run, "train.log").is_file()
@@ -147,12 +147,13 @@ def read_run_settings(
     version = run_info.get("versions", {}).get("chunk_grpo", "")
     run_description = f"{run}, made by chunk_grpo {version or 'of an unnamed version'}"
     keep_all = exact or not version
-    known = {
-        name: value
-        for name, value in run_info["settings"].items()
-        if keep_all or name in Settings.model_fields
-    }
-    unknown = [name for name in run_info["settings"] if name not in known]
+    values = {}
+    unknown = []
+    for name, value in run_info["settings"].items():
+        if keep_all or name in Settings.model_fields:
+            values[name] = value
+        else:
+            unknown.append(name)
     if unknown:
         warnings.warn(
             f"version {__version__} does not have these settings of the run {run_description} and ignores "
@@ -160,7 +161,7 @@ def read_run_settings(
             stacklevel=1,
         )
     try:
-        return load_settings(known)
+        return load_settings(values)
     except InputError as error:
         raise InputError(
             f"the settings of the run {run_description}, cannot be used: {error}"
@@ -227,7 +228,7 @@ def next_run_folder(name: str) -> Path:
 # %% ../../nbs/09_runs/00_run_folder.ipynb #f413f44a
 def check_new_folder(
     out: Path,  # the folder
-    run: bool = False,  # whether it is for a run; then the remains of a killed one are allowed
+    for_run: bool = False,  # allow the files that a killed start of a run leaves behind
 ) -> None:
     """Raise InputError unless the folder is new or empty and can be written to."""
     if (out / "run.json").is_file():
@@ -237,16 +238,16 @@ def check_new_folder(
     for file in out.iterdir() if out.exists() else ():
         is_empty_log = file.name == "train.log" and file.is_file() and file.lstat().st_size == 0
         is_partial = re.fullmatch(r"\.run\.json\.\d+\.part", file.name)
-        if not run or not (is_empty_log or is_partial):
+        if not for_run or not (is_empty_log or is_partial):
             raise InputError(f"`out` must be a new or an empty folder; {out} is not empty")
     check_outside_runs(out)
     check_writable(out)
 
 # %% ../../nbs/09_runs/00_run_folder.ipynb #aea5d2a6
 def _hash_current_code(
-    run: str | Path,
-) -> dict:  # keyed as in `find_code`, and by "environment: REWARD"
-    """Hash the current code that a run names, and list the folders of reward environments given by a relative path.
+    run: str | Path,  # the run folder
+) -> dict:  # hashes, keyed as in `find_code`, and folders, keyed by "environment: REWARD"
+    """Hash the code that a run names, as it is now, and resolve the reward environments named by a relative path.
 
     Returns an empty dictionary if the settings cannot be read, since then nothing can be executed.
     """
@@ -301,44 +302,48 @@ def _identifying_lines(run: str | Path) -> list[str]:
 
 
 def run_origin(run: str | Path) -> str:
-    """Tell whether this user created a run on this machine: "own", "edited" or "foreign".
+    """Return "own" if this user created a run on this machine, and "edited" or "foreign" otherwise.
 
-    An "own" run has the same rewards, prompts, model and code as when it was created. An "edited" run still names the
-    same, but its code has changed. Any other run is "foreign".
+    An "own" run has the same rewards, prompts, model and code as when it was created. An "edited" run was created here
+    and names the same code, but the content of that code has changed. Any other run is "foreign".
     """
     file = prompt_cache_folder() / "own-runs.txt"
-    known = file.read_text(errors="replace").splitlines() if file.is_file() else []
+    recorded_lines = []
+    if file.is_file():
+        recorded_lines = file.read_text(errors="replace").splitlines()
     lines = _identifying_lines(run)
-    if lines[-1] in known:
+    if lines[-1] in recorded_lines:
         return "own"
-    return "edited" if lines[0] in known else "foreign"
+    if lines[0] in recorded_lines:
+        return "edited"
+    return "foreign"
 
 
-def is_own_run(
-    run: str | Path,  # the run folder
-    remember: bool = False,  # record the run as own if it is not, and return True
-) -> bool:
+def is_own_run(run: str | Path) -> bool:
     """Return True if this user created a run on this machine, with the same rewards, prompts, model and code."""
-    if run_origin(run) == "own":
-        return True
-    if remember:
-        file = prompt_cache_folder() / "own-runs.txt"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with open(file, "a", encoding="utf-8") as handle:
-            handle.writelines(f"{line}\n" for line in _identifying_lines(run))
-    return remember
+    return run_origin(run) == "own"
+
+
+def record_own_run(run: str | Path) -> None:
+    """Record that this user created a run on this machine, unless it is recorded already."""
+    if is_own_run(run):
+        return
+    file = prompt_cache_folder() / "own-runs.txt"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with open(file, "a", encoding="utf-8") as handle:
+        handle.writelines(f"{line}\n" for line in _identifying_lines(run))
 
 # %% ../../nbs/09_runs/00_run_folder.ipynb #trust-code
 def check_trust(
     run: str | Path,  # the run folder
     trust: bool = False,  # whether the user trusts what the run names
     changed: Collection[str] = (),  # names of settings that the user replaces
-    doing: str = "evaluating",  # what the caller does with the run, for the error message
+    doing: str = "evaluating",  # the caller's action, such as "sampling from", for the error message
     rewards_too: bool = True,  # whether the rewards of the run are loaded
 ) -> None:
-    """Raise InputError if the run would load or execute anything that the user does not trust.
+    """Raise InputError if the caller's action would load or execute anything that the user does not trust.
 
-    This affects runs from elsewhere, and runs whose code was edited.
+    This concerns runs from elsewhere, and runs whose code was edited.
     """
     raw = read_json(find_run(run) / "run.json", RunInfo, ("settings",))["settings"]
     for field in ("family", "method", "chunks", "surrogate"):
@@ -374,14 +379,18 @@ def _check_edited_code(
     rewards_too: bool,  # whether the rewards of the run are loaded
 ) -> None:
     """Raise InputError if the code that would be loaded differs from the code that the run was trained with."""
-    records = [read_run_info(run).get("code", {}), find_code(settings)]
+    recorded_code = read_run_info(run).get("code", {})
+    current_code = find_code(settings)
     if not rewards_too:  # rewards are not loaded, so their code does not matter
-        loaded = ("family", "method", "chunks", "surrogate")
-        records = [
-            {key: entry for key, entry in record.items() if entry["setting"] in loaded}
-            for record in records
-        ]
-    change = changed_code(*records)
+
+        def select_loaded(code: dict) -> dict:
+            """Select the entries of settings whose code is loaded without the rewards."""
+            loaded = ("family", "method", "chunks", "surrogate")
+            return {key: entry for key, entry in code.items() if entry["setting"] in loaded}
+
+        recorded_code = select_loaded(recorded_code)
+        current_code = select_loaded(current_code)
+    change = changed_code(recorded_code, current_code)
     if change is None and not rewards_too:
         return
     # If the code is the same, an environment or another file has changed.
@@ -391,14 +400,14 @@ def _check_edited_code(
     )
     raise InputError(
         f"`{setting}` of {run} names code that differs from what the run was trained with: {reason}; inspect "
-        "it, then add --trust (in Python trust=True)"
+        "that code, then add --trust (in Python trust=True)"
     )
 
 
 def _check_modules_outside_working_folder(
     settings: Settings,  # settings of a trusted run from elsewhere
 ) -> None:
-    """Raise InputError if a run names a module that only the working folder has."""
+    """Raise InputError if a run names a module that exists only in the working folder."""
     for name in named_code(settings):
         module = name.rpartition(":")[0]
         if module.endswith(".py"):
@@ -447,9 +456,9 @@ def check_run_inputs(
     names: Sequence[str] = (
         "model",
         "eval_prompts",
-    ),  # inputs to compare; `prompts` is possible too
+    ),  # inputs to compare; `prompts` is allowed, too
 ) -> None:
-    """Raise InputError if the run's model or prompts are missing, or are not those that it was trained with."""
+    """Raise InputError if the run's model or prompts are missing, or differ from those that it was trained with."""
     run_info = read_json(find_run(run) / "run.json", RunInfo, ("settings",))
     recorded = {name: Settings.model_fields[name].default for name in names} | run_info["settings"]
     unreplaced = [name for name in names if recorded[name] == getattr(settings, name)]
@@ -475,7 +484,9 @@ def holds_run(out: str | Path | None) -> bool:
 
 def create_run(
     settings: Settings,  # settings of the run
-    out: str | Path | None = None,  # the folder; None: runs/run-001 or the next free number
+    out: str
+    | Path
+    | None = None,  # the folder; None: runs/run-001, or the next number that is free
     resume: bool = False,  # resume the run in the folder
     processes: int = 1,  # number of processes that will train it, over all machines
     nodes: int = 1,  # number of machines
@@ -488,13 +499,13 @@ def create_run(
 
     def read_previous() -> tuple[dict, bool]:
         """Return run.json of the run to resume, and whether nothing is left to train."""
-        needed = ("settings", "status", "model_sha256", "prompts_sha256")
-        run_info = read_json(out / "run.json", RunInfo, needed)
-        old = load_settings(run_info["settings"])
-        check_resume(make_inputs_absolute(old), settings)
+        required = ("settings", "status", "model_sha256", "prompts_sha256")
+        run_info = read_json(out / "run.json", RunInfo, required)
+        previous_settings = load_settings(run_info["settings"])
+        check_resume(make_inputs_absolute(previous_settings), settings)
         done = (
             run_info["status"] == "finished"
-            and settings.iterations <= old.iterations
+            and settings.iterations <= previous_settings.iterations
             and has_final_weights(out)
         )
         return run_info, done
@@ -506,14 +517,17 @@ def create_run(
 
     # All checks come before the first file is written.
     if not resume:
-        check_new_folder(out, run=True)
+        check_new_folder(out, for_run=True)
     elif not (out / "run.json").is_file():
-        raise InputError(f"`out` must hold the run to resume; in {out} there is none")
-    done = resume and read_previous()[1]  # a damaged run.json is reported before a log is made
+        raise InputError(f"`out` must hold the run to resume; there is none in {out}")
+    done = False
+    if resume:
+        _, done = read_previous()  # a damaged run.json is reported before a log is made
     check_processes(settings, processes)
     code = find_code(settings)
     if resume:
-        check_same_code(read_previous()[0], code, out)  # before any of it is imported
+        previous_info, _ = read_previous()
+        check_same_code(previous_info, code, out)  # before any of the code is imported
     if not done:
         check_environment(settings.compile)
         # imported here, since diffusers takes seconds to import
@@ -524,7 +538,7 @@ def create_run(
 
         choose_training_device(settings)
         check_reward_code(settings)
-        load_method(settings)  # checks the settings of a user's method too
+        load_method(settings)  # checks the settings of a user's method, too
         check_disk_space(settings, out)
     hashes = check_and_hash_inputs(settings)
     start_adapter = None
@@ -540,7 +554,7 @@ def create_run(
     is_new_folder = not out.exists()
     make_folders(out)
     launch_info = {"status": "created", "error": None, "nodes": nodes, "processes": processes}
-    # Under the lock everything is checked again: another process may have made or trained the run meanwhile.
+    # Everything is checked again under the lock, because another process may have created or trained the run meanwhile.
     with lock_log(out / "train.log", new=not resume):
         if resume:
             run_info, done = read_previous()
@@ -555,13 +569,13 @@ def create_run(
                     "run began"
                 )
             check_same_code(run_info, code, out)
-            index = describe_inputs(settings)["model_index"]
-            if run_info.get("inputs", {}).get("model_index", index) != index:
+            model_index = describe_inputs(settings)["model_index"]
+            if run_info.get("inputs", {}).get("model_index", model_index) != model_index:
                 raise InputError(
                     "`model` must be the same when a run is resumed; its model_index.json changed since "
                     "the run began"
                 )
-            # The inputs keep their recorded names, which the checkpoints of an older run have too.
+            # The inputs keep their recorded names, because the checkpoints of an older run contain these names, too.
             recorded = {
                 name: run_info["settings"][name]
                 for name in _INPUT_SETTINGS
@@ -572,7 +586,7 @@ def create_run(
                 run_info |= launch_info
             remove_abandoned_in_run(out)
         else:
-            check_new_folder(out, run=True)
+            check_new_folder(out, for_run=True)
             remove_abandoned(out)
             run_info = {
                 **launch_info,
@@ -595,5 +609,5 @@ def create_run(
         if start_adapter:
             adapters.save_adapter(start_adapter, out / adapters.START_FOLDER)
     record_packages(out)
-    is_own_run(out, remember=True)
+    record_own_run(out)
     return out

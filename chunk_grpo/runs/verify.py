@@ -118,31 +118,34 @@ def find_changes(
 # %% ../../nbs/09_runs/03_verify.ipynb #a59049e2
 def _difference_share(
     name: str,  # name of the metric
-    a: object,  # its value in the run: a number, a list of numbers, or None
-    b: object,  # its value in the repetition
+    value: object,  # the metric's value in the run: a number, a list of numbers, or None
+    repeated_value: object,  # its value in the repetition
     line: Mapping,  # the run's metrics of the same iteration
     settings: Settings,  # settings of the run
 ) -> float:  # 0: equal, above 1: too large, inf: no difference is allowed
     """Compute the difference of two values of a metric, as a fraction of the allowed difference."""
-    if a == b:
+    if value == repeated_value:
         return 0.0
-    if isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
+    are_lists = isinstance(value, list) and isinstance(repeated_value, list)
+    if are_lists and len(value) == len(repeated_value):
         return max(
-            _difference_share(name=name, a=x, b=y, line=line, settings=settings)
-            for x, y in zip(a, b, strict=True)
+            _difference_share(name=name, value=x, repeated_value=y, line=line, settings=settings)
+            for x, y in zip(value, repeated_value, strict=True)
         )
     # Counts and the learning rate must be equal.
-    are_numbers = isinstance(a, (int, float)) and isinstance(b, (int, float))
-    if not are_numbers or isinstance(a, int) or name == "lr":
+    are_numbers = isinstance(value, (int, float)) and isinstance(repeated_value, (int, float))
+    if not are_numbers or isinstance(value, int) or name == "lr":
         return math.inf
-    spread = (line.get("reward_std") or 0.0) if name.startswith(("reward", "eval")) else 0.0
-    relative = {"float32": 1e-3, "float16": 1e-2, "bfloat16": 5e-2}[settings.dtype]
-    allowed = relative * max(abs(a), abs(b), spread)
+    reward_std = 0.0
+    if name.startswith(("reward", "eval")):
+        reward_std = line.get("reward_std") or 0.0
+    relative_tolerance = {"float32": 1e-3, "float16": 1e-2, "bfloat16": 5e-2}[settings.dtype]
+    allowed = relative_tolerance * max(abs(value), abs(repeated_value), reward_std)
     if name.startswith("ratio"):
         allowed = settings.clip_range / 10
     elif name == "clip_fraction":
         allowed = 0.1
-    return abs(a - b) / allowed
+    return abs(value - repeated_value) / allowed
 
 
 def compare_lines(
@@ -150,9 +153,10 @@ def compare_lines(
     repeated_lines: Iterable[Mapping],  # metrics of the repetition
     settings: Settings,  # settings of the run
 ) -> list[dict]:  # the largest difference first
-    """Compare the metrics of a run with those of its repetition, and return the numbers that differ.
+    """Compare the metrics of a run with those of its repetition, and return one row per number that differs.
 
-    Each has the keys iteration, name, run, again, and share: the difference as a fraction of the allowed one.
+    The keys of a row are iteration, name, run (the run's value), again (the repetition's value) and share (the difference
+    as a fraction of the allowed difference).
     """
     rows = []
     for line, repeated in zip(run_lines, repeated_lines, strict=False):
@@ -165,7 +169,11 @@ def compare_lines(
                 "run": line[name],
                 "again": repeated[name],
                 "share": _difference_share(
-                    name=name, a=line[name], b=repeated[name], line=line, settings=settings
+                    name=name,
+                    value=line[name],
+                    repeated_value=repeated[name],
+                    line=line,
+                    settings=settings,
                 ),
             }
             if row["share"]:
@@ -186,36 +194,45 @@ def weights_difference(
     names = sorted(file.name for file in folder.glob("*.safetensors"))
     if names != sorted(file.name for file in other_folder.glob("*.safetensors")):
         return math.inf
-    total, count = 0.0, 0
+    squared_difference = 0.0
+    weight_count = 0
     for name in names:  # one file at a time, since all weights may not fit into memory twice
-        a = load_file(folder / name)
-        b = load_file(other_folder / name)
-        if {key: x.shape for key, x in a.items()} != {key: x.shape for key, x in b.items()}:
+        weights = load_file(folder / name)
+        other_weights = load_file(other_folder / name)
+        shapes = {key: x.shape for key, x in weights.items()}
+        if shapes != {key: x.shape for key, x in other_weights.items()}:
             return math.inf
-        total += sum((x.double() - b[key].double()).square().sum().item() for key, x in a.items())
-        count += sum(x.numel() for x in a.values())
+        squared_difference += sum(
+            (x.double() - other_weights[key].double()).square().sum().item()
+            for key, x in weights.items()
+        )
+        weight_count += sum(x.numel() for x in weights.values())
     allowed = 0.1 * settings.learning_rate * settings.updates_per_iteration * iterations
-    return math.sqrt(total / max(count, 1)) / allowed
+    return math.sqrt(squared_difference / max(weight_count, 1)) / allowed
 
 # %% ../../nbs/09_runs/03_verify.ipynb #5a29ef37
 def find_condition_differences(
     run: Path,  # the run folder
-    again: Path,  # the folder of the repetition
+    repetition: Path,  # the folder of the repetition
 ) -> dict[str, tuple]:  # name -> (value of the run, value of the repetition)
     """Find the recorded conditions in which a run and its repetition differ."""
-    a = _recorded_conditions(run)
-    b = _recorded_conditions(again)
-    differences = {
-        name: (a.get(name), b.get(name)) for name in {**a, **b} if a.get(name) != b.get(name)
-    }
+    conditions = _recorded_conditions(run)
+    repeated_conditions = _recorded_conditions(repetition)
+    differences = {}
+    for name in {**conditions, **repeated_conditions}:
+        value = conditions.get(name)
+        repeated_value = repeated_conditions.get(name)
+        if value != repeated_value:
+            differences[name] = (value, repeated_value)
     packages = _recorded_packages(run)
-    packages_again = _recorded_packages(again)
+    repeated_packages = _recorded_packages(repetition)
     if not packages:  # the run recorded no packages
         return differences
-    for name in sorted({*packages, *packages_again}):
-        versions = (packages.get(name), packages_again.get(name))
-        if versions[0] != versions[1] and name not in differences:
-            differences[name] = versions
+    for name in sorted({*packages, *repeated_packages}):
+        version = packages.get(name)
+        repeated_version = repeated_packages.get(name)
+        if version != repeated_version and name not in differences:
+            differences[name] = (version, repeated_version)
     return differences
 
 
@@ -259,23 +276,24 @@ def repeat_run(
     processes: int,  # number of processes on this machine
     folder: Path,  # folder for the repetition; must be new
     on_log: Callable | None = None,  # called with each line of metrics and the settings
-) -> Path:
-    """Train the first iterations of a run again in a new folder and return it; raise InputError if that fails."""
+) -> Path:  # the folder of the repetition
+    """Train the first iterations of a run again in a new folder; raise InputError if that fails."""
     # These settings only control files that the comparison does not read.
-    quiet = {
+    changes = {
+        "iterations": iterations,
         "checkpoint_every": iterations,
         "keep_checkpoints": 1,
         "keep_every": 0,
         "tracker": "none",
         "stop_on": (),
     }
-    # A learning rate that falls over all iterations must fall just as slowly in the repetition.
+    # A learning rate that decays over all iterations must decay just as slowly in the repetition.
     if settings.lr_scheduler != "constant":
-        quiet["lr_iterations"] = settings.lr_iterations or settings.iterations
+        changes["lr_iterations"] = settings.lr_iterations or settings.iterations
     callbacks = [on_log] if on_log and processes == 1 else []
     try:
         return launch.train(
-            load_settings(settings, {"iterations": iterations} | quiet),
+            load_settings(settings, changes),
             folder,
             processes=processes,
             callbacks=callbacks,
@@ -302,29 +320,33 @@ def verify_run(
     run_info = run_folder.read_run_info(run)
     run_lines = run_folder.read_metrics_lines(run)
     settings = run_folder.read_run_settings(run, exact=True)
-    done = len(run_lines) - 1  # iteration 0 evaluates the base
-    if done < 0:
+    finished_iterations = len(run_lines) - 1  # iteration 0 evaluates the base
+    if finished_iterations < 0:
         raise InputError(f"the run must have begun; {run} has no metrics yet")
     changed, unchecked = find_changes(run, run_info)
-    count = max(1, min(iterations, done))
+    repeated_iterations = max(1, min(iterations, finished_iterations))
     final = run / "final"
     if not processes:
         processes = run_info.get("processes", 1) if run_info.get("nodes", 1) == 1 else 1
     with temporary_folder("verify") as folder:
-        again = repeat_run(
+        repetition = repeat_run(
             settings=settings,
-            iterations=count,
+            iterations=repeated_iterations,
             processes=processes,
             folder=folder / "run",
             on_log=on_log,
         )
-        rows = compare_lines(run_lines, run_folder.read_metrics_lines(again), settings)
+        rows = compare_lines(run_lines, run_folder.read_metrics_lines(repetition), settings)
         # Weights can be compared only if the whole run was repeated.
-        is_whole = (
-            count == settings.iterations and run_info["status"] == "finished" and final.is_dir()
+        repeated_whole_run = (
+            repeated_iterations == settings.iterations
+            and run_info["status"] == "finished"
+            and final.is_dir()
         )
-        weights = weights_difference(final, again / "final", settings, count) if is_whole else None
-        differences = find_condition_differences(run, again)
+        weights = None
+        if repeated_whole_run:
+            weights = weights_difference(final, repetition / "final", settings, repeated_iterations)
+        differences = find_condition_differences(run, repetition)
     # With a different model, different prompts or different code it is a different run.
     inputs = {
         "model_sha256": "model",
@@ -345,7 +367,7 @@ def verify_run(
     return {
         "run": str(run),
         "answer": answer,
-        "iterations": min(count, done),
+        "iterations": min(repeated_iterations, finished_iterations),
         "changed": changed,
         "unknown": unchecked,
         "deviations": rows,
@@ -358,11 +380,10 @@ def verification_lines(
     verification: Mapping,  # result of `verify_run`
     limit: int = 5,  # largest number of deviations to list
 ) -> list[str]:
-    """Describe the result of `verify_run` in lines of text, the answer first."""
-    last = verification["iterations"]
+    """Describe the result of `verify_run` in lines of text that begin with the answer."""
     rows = verification["deviations"]
     weights = verification["weights"]
-    repeated = f"iterations 0 to {last}"
+    repeated = f"iterations 0 to {verification['iterations']}"
     if weights is not None:
         repeated += " and the final weights"
     answers = {
@@ -384,11 +405,12 @@ def verification_lines(
         lines.append(f"{len(rows) - limit} more numbers differ, by less")
     if weights:
         lines.append(f"final weights: differ by {100 * weights:.2g}% of the tolerance")
-    pairs = [
-        f"{name}: {a} in the run, {b} again" for name, (a, b) in verification["differences"].items()
+    reasons = [
+        f"{name}: {value} in the run, {repeated_value} again"
+        for name, (value, repeated_value) in verification["differences"].items()
     ]
-    if rows or weights:
-        lines += (
-            ["possible reasons:", *pairs] if pairs else ["the two runs record no other difference"]
-        )
+    if (rows or weights) and reasons:
+        lines += ["possible reasons:", *reasons]
+    elif rows or weights:
+        lines.append("the two runs record no other difference")
     return lines + [f"not checked: {text}" for text in verification["unknown"]]
