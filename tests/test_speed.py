@@ -82,13 +82,13 @@ def test_speed_says_what_an_iteration_takes(tmp_path):
 
 def test_costs_are_measured_for_every_row_of_the_table(tmp_path, monkeypatch):
     published = {name for name, of in settings.METHODS.items() if not of.get("contender")}
-    assert set(method_costs.looked_at()) == published
+    assert set(method_costs.compared_arms()) == published
     monkeypatch.setattr(
         method_costs, "SIZES", {"pocket": method_costs.SIZES["pocket"] | {"images_per_prompt": 2}}
     )
-    monkeypatch.setattr(method_costs, "save_middle", lambda folder: "pocket")
+    monkeypatch.setattr(method_costs, "save_medium_pipeline", lambda folder: "pocket")
     monkeypatch.setattr(method_costs, "MIDDLE_SIZE", "pocket")
-    method_costs.work(["fast", "steps"], tmp_path / "costs.json")
+    method_costs.run_worker(["fast", "steps"], tmp_path / "costs.json")
     fast, steps = json.loads((tmp_path / "costs.json").read_text())["rows"]["pocket"]
     assert (fast["method"], steps["method"], steps["images"]) == ("fast", "steps", 4) and 0 < fast[
         "work"
