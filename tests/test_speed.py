@@ -336,7 +336,7 @@ def test_the_page_runs_on_what_is_kept(tmp_path):
 @pytest.mark.parametrize("model", ["pocket", "flux-size"])
 def test_every_point_of_the_growth_can_be_measured(model):
     """Of the program, which the slow test below runs at the first two points of each axis."""
-    for what, values in program.points(model):
+    for what, values in program.growth_points(model):
         sizes = [value for value, _ in values]
         assert len(values) >= 3 and sizes == sorted(sizes), what
         for _, changes in values:
@@ -363,8 +363,8 @@ program.RANKS |= {{
     "train_chunks": "all",
     "chunk_fraction": 1.0,
 }}
-points = program.points
-program.points = lambda model: [(what, values[:2]) for what, values in points(model)]
+points = program.growth_points
+program.growth_points = lambda model: [(what, values[:2]) for what, values in points(model)]
 compile_module = torch.nn.Module.compile
 torch.nn.Module.compile = lambda module, **given: compile_module(module, backend="eager", **given)
 program.main()
