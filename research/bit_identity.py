@@ -1,4 +1,4 @@
-"""What an iteration computes up to its first update, and how far two iterations are apart: findings/bit-identity."""
+"""The tensors that an iteration computes up to its first update, and how much they differ: findings/bit-identity."""
 
 import torch
 from torch import Tensor
@@ -11,9 +11,9 @@ from chunk_grpo.training.update import build_update_batches, step_optimizer
 
 
 def iteration_tensors(
-    state: TrainingState,  # with policy and optimizer; its weights take a step
+    state: TrainingState,  # with policy and optimizer; the first update changes its weights
 ) -> dict[str, Tensor]:
-    """What an iteration computes up to its first update."""
+    """Run an iteration up to its first update, and return the tensors of its stages, keyed by name."""
     rollout = sample_groups(state)
     context, advantage = rollout.context, rollout.advantage
     state.profile = relative_distance(context.trajectories.latents.float()).double().mean(0)
@@ -36,16 +36,18 @@ def iteration_tensors(
 
 def relative_difference(
     a: Tensor,
-    b: Tensor,  # of the same shape
-) -> float:  # 0 where all bits are the same
-    """Largest difference of two tensors, as a part of the largest number."""
+    b: Tensor,  # same shape as `a`
+) -> float:  # 0 if all bits are equal
+    """Return the largest difference of two tensors, relative to the largest number in the first one."""
     if torch.equal(a, b):
         return 0.0
     return ((a - b).abs().max() / a.abs().max().clamp(min=1e-30)).item()
 
 
-def difference_words(difference: float) -> str:
-    """A difference in words."""
-    return (
-        "the same bits" if difference == 0 else f"apart by at most {difference:.0e} of the largest"
-    )
+def describe_difference(
+    difference: float,  # from `relative_difference`
+) -> str:
+    """Describe a relative difference in words."""
+    if difference == 0:
+        return "the same bits"
+    return f"a difference of at most {difference:.0e} of the largest number"

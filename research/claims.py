@@ -1,11 +1,11 @@
-"""What the paper claims, how each claim is asked of the kept rows, and the verdicts as tables and one picture.
+"""The paper's claims, how each one is measured on the stored rows, and the verdicts as tables and a figure.
 
 The pages in nbs/findings, nbs/index.ipynb and tests import it; the rule is
 `chunk_grpo.core.statistics.claim_verdict`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -23,7 +23,7 @@ from chunk_grpo.reporting.tables import format_interval, format_number
 from chunk_grpo.studies import analysis, pilot
 from chunk_grpo.studies.analysis import curve_column
 
-STRUCTURE_REWARD = "pocket-geneval"  # whether an image is what its prompt asks for
+STRUCTURE_REWARD = "pocket-geneval"  # the exact checker: 1 if an image shows what its prompt says
 VERDICTS = {
     "holds": "#009E73",
     "does not hold": "#D55E00",
@@ -34,59 +34,75 @@ VERDICTS = {
 
 @dataclass(frozen=True)
 class CrossedMean:
-    """A mean over seeds and prompts, both random, with the parts of its variance."""
+    """A mean over seeds and prompts, both treated as random, with its variance components."""
 
     mean: float
     seeds: int
-    prompts: int  # 1 where a run has one number
-    of_seeds: float  # variance of what a seed adds
-    of_prompts: float  # variance of what a prompt adds
-    rest: float  # variance of what is left
+    prompts: int  # 1 if a run has only one number
+    seed_variance: float  # variance of the seeds' effects
+    prompt_variance: float  # variance of the prompts' effects
+    residual_variance: float
 
-    def error(self, seeds: int | None = None, prompts: int | None = None) -> float:
-        """The standard error (a) with its own seeds and prompts, or with so many; nan with one seed."""
-        s = seeds or self.seeds
-        p = prompts or self.prompts
+    def standard_error(self, seeds: int | None = None, prompts: int | None = None) -> float:
+        """Return the standard error (a) of the mean for these numbers of seeds and prompts.
+
+        By default these are the numbers in the data. Returns nan for one seed.
+        """
+        seeds = seeds or self.seeds
+        prompts = prompts or self.prompts
+        if seeds < 2:
+            return float("nan")
         return (
-            float("nan")
-            if s < 2
-            else (self.of_seeds / s + self.of_prompts / p + self.rest / (s * p)) ** 0.5
-        )
+            self.seed_variance / seeds
+            + self.prompt_variance / prompts
+            + self.residual_variance / (seeds * prompts)
+        ) ** 0.5
 
     @property
-    def freedom(self) -> float:
-        """Degrees of freedom."""
-        return (min(self.seeds, self.prompts) if self.prompts > 1 else self.seeds) - 1
+    def degrees_of_freedom(self) -> int:
+        """Return the degrees of freedom of the t quantile: the smaller number of units, minus 1."""
+        units = min(self.seeds, self.prompts) if self.prompts > 1 else self.seeds
+        return units - 1
 
 
 def crossed_mean(
     values: np.ndarray,  # (seeds, prompts) differences, or (seeds, 1)
 ) -> CrossedMean:
-    """The mean of a table of seeds by prompts, and the parts of its variance."""
-    s, p = values.shape
+    """Estimate the mean and the variance components of a table of seeds by prompts."""
+    seeds, prompts = values.shape
     mean = values.mean()
     by_seed = values.mean(1)
     by_prompt = values.mean(0)
-    if s < 2 or p < 2:
+    if seeds < 2 or prompts < 2:
+        seed_variance = float(by_seed.var(ddof=1)) if seeds > 1 else float("nan")
         return CrossedMean(
-            float(mean), s, p, float(by_seed.var(ddof=1)) if s > 1 else float("nan"), 0.0, 0.0
+            mean=float(mean),
+            seeds=seeds,
+            prompts=prompts,
+            seed_variance=seed_variance,
+            prompt_variance=0.0,
+            residual_variance=0.0,
         )
-    rest = ((values - by_seed[:, None] - by_prompt + mean) ** 2).sum() / ((s - 1) * (p - 1))
-    parts = [
-        max(0.0, by_seed.var(ddof=1) - rest / p),
-        max(0.0, by_prompt.var(ddof=1) - rest / s),
-        rest,
-    ]
-    return CrossedMean(float(mean), s, p, *map(float, parts))
+    residuals = values - by_seed[:, None] - by_prompt + mean
+    residual_variance = (residuals**2).sum() / ((seeds - 1) * (prompts - 1))
+    # An estimate below zero counts as zero, which can only widen the interval.
+    return CrossedMean(
+        mean=float(mean),
+        seeds=seeds,
+        prompts=prompts,
+        seed_variance=float(max(0.0, by_seed.var(ddof=1) - residual_variance / prompts)),
+        prompt_variance=float(max(0.0, by_prompt.var(ddof=1) - residual_variance / seeds)),
+        residual_variance=float(residual_variance),
+    )
 
 
 def prompt_gains(
-    rows: Sequence[Mapping],
-    arm: str,
-    reward: str,
+    rows: Sequence[Mapping],  # rows of finished runs
+    arm: str,  # arm of the study
+    reward: str,  # name of a reward that was evaluated
     evaluated: str = "plain",  # arm of the evaluation
-) -> pd.DataFrame:  # a row a seed, a column a prompt
-    """What an arm gains over the base, for every seed and prompt."""
+) -> pd.DataFrame:  # a row per study and seed, a column per prompt
+    """Compute the score of an arm minus that of the base, for every seed and prompt."""
     return pd.DataFrame.from_dict(
         {
             (row["study"], row["seed"]): np.subtract(
@@ -100,169 +116,177 @@ def prompt_gains(
 
 
 @dataclass(frozen=True)
-class Evidence:
-    """What the kept runs say of one claim."""
+class Measurement:
+    """The number that decides a claim, measured on stored runs."""
 
-    found: CrossedMean
+    estimate: CrossedMean
     unit: str
     gain: float | None = None  # of the arm that is compared with
     first: float | None = None  # the difference of the first seed alone
     arms: tuple[str, ...] = ()
-    normal: bool = False  # kept with a standard error of its own: no seeds
+    is_normal: bool = False  # stored with its own standard error, so it has no seeds
 
     @property
-    def interval(self) -> dict[str, float]:  # mean, lo, hi
-        """The mean with its 95% interval."""
-        half = self.found.error() * (
-            1.96 if self.normal else stats.t.ppf(0.975, self.found.freedom)
-        )
-        return {"mean": self.found.mean, "lo": self.found.mean - half, "hi": self.found.mean + half}
+    def interval(self) -> dict[str, float]:  # keyed by mean, lo and hi
+        """Return the mean with its 95% interval."""
+        if self.is_normal:
+            quantile = 1.96
+        else:
+            quantile = stats.t.ppf(0.975, self.estimate.degrees_of_freedom)
+        mean = self.estimate.mean
+        half = self.estimate.standard_error() * quantile
+        return {"mean": mean, "lo": mean - half, "hi": mean + half}
 
 
 def contrast_arms(
-    study: str | tuple[str, ...],  # one, or several whose seeds are put together
-    arm: str | Sequence[str],  # its name; of several the mean
-    other: str | None,  # None: the base
+    study: str | tuple[str, ...],  # one study, or several whose seeds are combined
+    arm: str | Sequence[str],  # an arm, or several whose gains are averaged
+    other: str | None,  # arm that is subtracted; None: the base
     reward: str = "pocket-clip",
-    gain_of: str | None = None,  # arm whose gain is the measure; None: `other`
-    evaluated: tuple[str, str] = ("plain", "plain"),  # arms of the evaluation
-) -> Evidence | None:  # None where an arm has no run
-    """The gain of one arm minus that of another on the same seeds and prompts."""
-    names = (study,) if isinstance(study, str) else study
-    rows = [row for name in names for row in analysis.load_study_rows(name)]
-    mine = (arm,) if isinstance(arm, str) else tuple(arm)
-    there = analysis.arms_with_runs(rows)
-    if not mine or not {*mine, other or mine[0], gain_of or mine[0]} <= set(there):
+    gain_of: str | None = None,  # arm whose gain scales the smallest effect; None: `other`
+    evaluated: tuple[str, str] = ("plain", "plain"),  # arms of the evaluation, of `arm` and `other`
+) -> Measurement | None:  # None if an arm has no run
+    """Compute the gain of one arm minus that of another on the same seeds and prompts."""
+    studies = (study,) if isinstance(study, str) else study
+    rows = [row for name in studies for row in analysis.load_study_rows(name)]
+    arms = (arm,) if isinstance(arm, str) else tuple(arm)
+    available = analysis.arms_with_runs(rows)
+    if not arms or not {*arms, other or arms[0], gain_of or arms[0]} <= set(available):
         return None
-    side = sum(prompt_gains(rows, name, reward, evaluated[0]) for name in mine) / len(mine)
-    apart = (side - prompt_gains(rows, other, reward, evaluated[1]) if other else side).dropna()
-    measure = gain_of or other
-    gain = (
-        float(prompt_gains(rows, measure, reward, evaluated[1]).mean(axis=None))
-        if measure
-        else None
+    gains = sum(prompt_gains(rows, name, reward, evaluated[0]) for name in arms) / len(arms)
+    differences = gains
+    if other:
+        differences = gains - prompt_gains(rows, other, reward, evaluated[1])
+    differences = differences.dropna()
+    scale_arm = gain_of or other
+    gain = None
+    if scale_arm:
+        gain = float(prompt_gains(rows, scale_arm, reward, evaluated[1]).mean(axis=None))
+    if not len(differences):
+        return None
+    compared = (*arms, other) if other else arms
+    return Measurement(
+        estimate=crossed_mean(differences.to_numpy()),
+        unit=reward,
+        gain=gain,
+        first=float(differences.iloc[0].mean()),
+        arms=tuple(f"{study_name}/{name}" for study_name in studies for name in compared),
     )
-    if not len(apart):
-        return None
-    used = tuple(f"{name}/{a}" for name in names for a in (*mine, *([other] if other else [])))
-    return Evidence(crossed_mean(apart.to_numpy()), reward, gain, float(apart.iloc[0].mean()), used)
 
 
 def claim_p_value(
-    away: float,  # mean from the bound on, turned so that the claimed side is positive
-    error: float,
-    freedom: float,
-    equal: float = 0.0,  # smallest effect of an equality; 0: the claim has a side
-) -> float:  # nan where one seed is too few
-    """Two-sided p-value of a claim: of no effect, or for an equality of an effect as large as the smallest."""
-    distances = (equal - away, equal + away) if equal else (away,)
+    distance: float,  # mean minus the bound, with the sign that makes the claimed side positive
+    error: float,  # standard error of the mean
+    degrees_of_freedom: float,  # infinite: normal
+    equality_margin: float = 0.0,  # smallest effect, if the claim is an equality; 0: it is not
+) -> float:  # nan if one seed is too few
+    """Compute the two-sided p-value of a claim.
+
+    The null hypothesis is no effect, or for an equality an effect as large as the smallest one of interest.
+    """
+    distances = (distance,)
+    if equality_margin:
+        distances = (equality_margin - distance, equality_margin + distance)
+    if error != error:
+        return float("nan")
     if not error > 0:
-        return float("nan") if error != error else float(min(distances) <= 0)
-    return float(min(1.0, 2 * max(stats.t.sf(d / error, freedom) for d in distances)))
+        return float(min(distances) <= 0)
+    tails = [stats.t.sf(d / error, degrees_of_freedom) for d in distances]
+    return float(min(1.0, 2 * max(tails)))
 
 
 def claim_power(
-    smallest: float,
-    error: float,
-    seeds: int,  # or degrees of freedom and one
-    equal: bool = False,
-) -> float:  # 0 ... 1; nan with one seed
-    """The chance that such runs say `holds`, asked alone, were the effect the smallest, or none for an equality."""
+    smallest: float,  # smallest effect of interest
+    error: float,  # standard error of the mean
+    seeds: int,  # number of seeds, or degrees of freedom plus 1
+    is_equality: bool = False,
+) -> float:  # 0 to 1; nan with one seed
+    """Compute the probability that such runs give the verdict "holds", without a correction for other claims.
+
+    The true effect is assumed to be the smallest one of interest, or zero for an equality.
+    """
     if not error > 0 or seeds < 2:
         return float("nan")
-    if equal:
-        return max(
-            0.0,
-            2 * float(stats.t.cdf(smallest / error - stats.t.ppf(0.975, seeds - 1), seeds - 1)) - 1,
-        )
+    if is_equality:
+        quantile = stats.t.ppf(0.975, seeds - 1)
+        inside = float(stats.t.cdf(smallest / error - quantile, seeds - 1))
+        return max(0.0, 2 * inside - 1)
     return pilot.paired_power(smallest / (error * seeds**0.5), seeds)
 
 
 def seeds_needed(
-    pilot: CrossedMean,
-    smallest: float,  # effect of interest
-    power: float = 0.8,
-    prompts: int | None = None,  # None: the pilot's
-    most: int = 2000,
-) -> int | None:  # None: more than `most`
-    """The fewest seeds with which such a contrast shows the effect this often."""
-    enough = (
-        s
-        for s in range(3, most + 1)
-        if claim_power(smallest, pilot.error(s, prompts), min(s, prompts or pilot.prompts)) >= power
-    )
-    return next(enough, None)
+    pilot: CrossedMean,  # an earlier estimate of the same contrast
+    smallest: float,  # smallest effect of interest
+    power: float = 0.8,  # wanted probability of detecting the effect
+    prompts: int | None = None,  # number of prompts; None: as in the pilot
+    limit: int = 2000,  # largest number of seeds that is tried
+) -> int | None:  # None: more than `limit`
+    """Return the smallest number of seeds with which such a contrast has the wanted power."""
+    for seeds in range(3, limit + 1):
+        error = pilot.standard_error(seeds, prompts)
+        if claim_power(smallest, error, min(seeds, prompts or pilot.prompts)) >= power:
+            return seeds
+    return None
 
 
-def peak_drop() -> Evidence | None:
-    """How much further below its own peak the reward ends for the first chunk alone than for the last alone."""
+def peak_drop() -> Measurement | None:  # None if an arm has no run
+    """Measure the drop of the reward below its peak: that of the first chunk alone minus that of the last alone."""
     rows = analysis.load_study_rows("instability")
-    drop = (
-        analysis.pivot_by_seed(
-            rows,
-            lambda row: (
-                (curve := pd.Series(curve_column(row, "pocket-clip")).rolling(5).mean()).max()
-                - curve.iloc[-1]
-            ),
-        )
-        if rows
-        else {}
-    )
-    if not {"chunk-1", "chunk-4"} <= set(drop):
+
+    def drop(row: Mapping) -> float:
+        """Return the highest mean of five iterations minus the last one."""
+        curve = pd.Series(curve_column(row, "pocket-clip")).rolling(5).mean()
+        return curve.max() - curve.iloc[-1]
+
+    drops = analysis.pivot_by_seed(rows, drop) if rows else {}
+    if not {"chunk-1", "chunk-4"} <= set(drops):
         return None
-    apart = (drop["chunk-1"] - drop["chunk-4"]).dropna().to_numpy()[:, None]
-    gain = float(prompt_gains(rows, "chunk-4", "pocket-clip").mean(axis=None))
-    return (
-        Evidence(
-            crossed_mean(apart),
-            "pocket-clip",
-            gain,
-            float(apart[0, 0]),
-            ("instability/chunk-1", "instability/chunk-4"),
-        )
-        if len(apart)
-        else None
+    differences = (drops["chunk-1"] - drops["chunk-4"]).dropna().to_numpy()[:, None]
+    if not len(differences):
+        return None
+    return Measurement(
+        estimate=crossed_mean(differences),
+        unit="pocket-clip",
+        gain=float(prompt_gains(rows, "chunk-4", "pocket-clip").mean(axis=None)),
+        first=float(differences[0, 0]),
+        arms=("instability/chunk-1", "instability/chunk-4"),
     )
 
 
-def hybrid_effect() -> Evidence | None:
-    """What the longest run keeps of structure when the base takes over at 3/5; measured by what it loses without."""
+def hybrid_effect() -> Measurement | None:  # None if there is no run
+    """Measure the structural score of the longest run with hybrid inference from 3/5 of the steps, minus without."""
     rows = analysis.load_study_rows("hybrid")
     if not any(row["arm"] == "it-36" for row in rows):
         return None
     split = f"split-{round(0.6 * (rows[0]['settings'] | rows[0]['evaluation'])['eval_steps']):02d}"
-    found = contrast_arms("hybrid", "it-36", "it-36", STRUCTURE_REWARD, evaluated=(split, "plain"))
-    return Evidence(
-        found.found,
-        found.unit,
-        found.gain,
-        found.first,
-        (f"hybrid/it-36/{split}", "hybrid/it-36/plain"),
+    measured = contrast_arms(
+        "hybrid", "it-36", "it-36", STRUCTURE_REWARD, evaluated=(split, "plain")
     )
+    return replace(measured, arms=(f"hybrid/it-36/{split}", "hybrid/it-36/plain"))
 
 
-def kept_evidence(
+def stored_measurement(
     file: str,  # in runs/results/benchmarks
-    part: str,  # name of a list in it
-    value: str,  # of its entries
+    part: str,  # name of a list in the file
+    value: str,  # name of the number in the list's entries
     unit: str,
-    **wanted,  # values that the entry must have
-) -> Evidence | None:
-    """A kept measurement with its standard error; None where it is not there."""
+    **wanted,  # values that identify the entry
+) -> Measurement | None:  # None if there is no such file or entry
+    """Read a stored number with its standard error."""
     path = PRESETS_DIR / "results" / "benchmarks" / file
     for entry in read_json(path)[part] if path.is_file() else []:
         if all(entry[name] == x for name, x in wanted.items()):
             error = entry.get(f"{value}_se", entry.get("se"))
-            return Evidence(
-                CrossedMean(entry[value], 2, 1, 2 * error**2, 0.0, 0.0), unit, normal=True
-            )
+            # Two seeds with this variance give the stored standard error.
+            estimate = CrossedMean(entry[value], 2, 1, 2 * error**2, 0.0, 0.0)
+            return Measurement(estimate, unit, is_normal=True)
     return None
 
 
 def _read_paper_numbers() -> dict[
     str, dict[str, float]
 ]:  # table of version 1, or v3 -> row -> number
-    """The numbers of the paper's tables that its claims rest on."""
+    """Read the numbers of the paper's tables on which its claims are based."""
     names = {
         "base": "FLUX.1-dev",
         "steps": "Dance-GRPO",
@@ -270,22 +294,29 @@ def _read_paper_numbers() -> dict[
         "weighted": "Chunk-GRPO +ws",
     }
 
-    def of(key: str, column: str, *short: str) -> dict[str, float]:
+    def column_values(key: str, column: str, *short: str) -> dict[str, float]:
+        """Return a column of a table, keyed by the short names of these rows."""
         values = {row["row"]: row[column] for row in paper_tables.paper_table_rows(key)}
         return {row: values[names[row]] for row in short}
 
     return {
-        "Table 1": of(
+        "Table 1": column_values(
             "table1_preference", "hpsv3", "base", "steps", "chunks", "weighted"
         ),  # trained on HPSv3
-        "Table 2": of("table2_wise_rewritten", "overall", "chunks", "weighted"),  # trained on HPSv3
+        "Table 2": column_values(
+            "table2_wise_rewritten", "overall", "chunks", "weighted"
+        ),  # trained on HPSv3
         "Table 3": {
             row["chunks"]: row["hpsv3"]
             for row in paper_tables.paper_table_rows("table3_chunk_setting")
             if row["steps"] == 17 and row["row"] == "Chunk-GRPO w/o td"
         },  # trained on HPSv3
-        "Table 4": of("table4_pickscore", "hpsv3", "base", "chunks"),  # trained on PickScore
-        "Table 5": of("table5_geneval", "overall", "base", "chunks", "weighted"),  # trained on CLIP
+        "Table 4": column_values(
+            "table4_pickscore", "hpsv3", "base", "chunks"
+        ),  # trained on PickScore
+        "Table 5": column_values(
+            "table5_geneval", "overall", "base", "chunks", "weighted"
+        ),  # trained on CLIP
         "v3": {"adaptive": paper_tables.read_paper_tables()["distance_v3"]["rows"]["l1"][0]},
     }
 
@@ -297,55 +328,55 @@ PAPER_NUMBERS = _read_paper_numbers()
 class Size:
     """The smallest effect of interest: a share of a gain, or a number."""
 
-    share: float = 0.1  # of a gain; a tenth where the paper gives no size
-    steps_of: str = ""  # study whose `steps` gained it; empty: the arm that is compared with
-    number: float | None = None  # in the unit of the reward, in place of a share
-    paper: str = ""  # the paper's number and its place; empty: it gives none
+    share: float = 0.1  # share of a gain; a tenth if the paper gives no size
+    steps_of: str = ""  # study whose arm `steps` had that gain; empty: the arm that is subtracted
+    number: float | None = None  # in the unit of the reward, instead of a share
+    paper: str = ""  # the paper's number and the table; empty: the paper gives none
 
-    def of(self, found: Evidence) -> float:
-        """In the unit of what was measured."""
+    def in_units(self, measured: Measurement) -> float:
+        """Return the size in the unit of a measurement."""
         if self.number is not None:
             return self.number
         steps = contrast_arms(self.steps_of, "steps", None) if self.steps_of else None
-        return self.share * abs(steps.found.mean if steps else found.gain)
+        return self.share * abs(steps.estimate.mean if steps else measured.gain)
 
 
 def paper_size(
-    table: str,  # of `PAPER_NUMBERS`
-    row: str,
-    against: float,  # the number it is compared with
-    steps_of: str,  # study whose `steps` measure the size here
+    table: str,  # a key of `PAPER_NUMBERS`
+    row: str,  # row of the table
+    against: float,  # number that is subtracted from that of the row
+    steps_of: str,  # study whose arm `steps` scales the size here
 ) -> Size:
-    """A difference of the paper's in HPSv3 as a share of the gain of steps."""
+    """Express a difference in HPSv3 between two rows of the paper as a share of the gain of steps."""
     first = PAPER_NUMBERS["Table 1"]
-    apart = PAPER_NUMBERS[table][row] - against
-    share = apart / (first["steps"] - first["base"])
-    words = f"{apart:+.3f} HPSv3, {100 * share:+.0f}% of the gain of steps ({table})".replace(
+    difference = PAPER_NUMBERS[table][row] - against
+    share = difference / (first["steps"] - first["base"])
+    text = f"{difference:+.3f} HPSv3, {100 * share:+.0f}% of the gain of steps ({table})".replace(
         "-", "\u2212"
     )
-    return Size(abs(share), steps_of, paper=words)
+    return Size(abs(share), steps_of, paper=text)
 
 
 @dataclass(frozen=True)
 class Claim:
-    """A sentence of the paper or about it, and how it is asked here."""
+    """A claim of the paper or about it, and how it is tested here."""
 
-    words: str
-    page: str  # where it is looked at, in findings/
+    text: str
+    page: str  # page in findings/ that tests it
     direction: str  # above, below or equal
-    measure: Callable[[], Evidence | None]
+    measure: Callable[[], Measurement | None]
     size: Size = Size()
-    bound: float = 0.0  # what the number is compared with
-    studies: tuple[str, ...] = ()  # whose rows decide
-    since: str = ""  # what changed after data were seen
+    bound: float = 0.0  # number that the measurement is compared with
+    studies: tuple[str, ...] = ()  # studies whose rows decide
+    since: str = ""  # what was changed after data had been seen
 
 
 def _theory_claims() -> list[Claim]:
-    """Claims on gradients and dynamics."""
-    truth = partial(kept_evidence, "ground_truth.json")
+    """Return the claims about gradients and dynamics."""
+    truth = partial(stored_measurement, "ground_truth.json")
     return [
         Claim(
-            "In more than 37% of the steps the state is worth something else than the final reward says",
+            "In more than 37% of the steps, the state's value contradicts the final reward",
             "ground-truth",
             "above",
             partial(truth, "states", "mean_by_share", "of the states", sampler="flow", parts="all"),
@@ -354,7 +385,7 @@ def _theory_claims() -> list[Claim]:
             since="bound",
         ),
         Claim(
-            "The weights of [2,3,4,7], in chunks or on steps, need fewer images for as true a gradient",
+            "With the weights of [2,3,4,7], an equally accurate gradient takes fewer images",
             "ground-truth",
             "below",
             partial(
@@ -374,7 +405,7 @@ def _theory_claims() -> list[Claim]:
             "../11_measurements/00_profiles",
             "equal",
             partial(
-                kept_evidence,
+                stored_measurement,
                 "profile_shares.json",
                 "rows",
                 "prompt_only",
@@ -388,12 +419,12 @@ def _theory_claims() -> list[Claim]:
 
 
 def _chunk_claims() -> list[Claim]:
-    """Chunks against steps, and chunks against chunks."""
+    """Return the claims that compare chunks with steps, and chunk settings with one another."""
     t1, t3, v3 = (PAPER_NUMBERS[name] for name in ("Table 1", "Table 3", "v3"))
     equal = [t3[name] for name in ("2x8", "4x4", "8x2")]
     fresh = ("confirmation",)
     first = ("chunk-setting",)
-    asked = partial(contrast_arms, "confirmation")
+    confirmed = partial(contrast_arms, "confirmation")
     mean = Size(
         steps_of="chunk-setting",
         paper=f"{sum(equal) / 3 - t1['steps']:+.3f} HPSv3, mean of three (Table 3)",
@@ -404,7 +435,7 @@ def _chunk_claims() -> list[Claim]:
             "Chunks beat steps",
             "confirmation",
             "above",
-            partial(asked, "2-3-4-7", "steps"),
+            partial(confirmed, "2-3-4-7", "steps"),
             paper_size("Table 1", "chunks", t1["steps"], "confirmation"),
             studies=fresh,
             since="fresh seeds",
@@ -421,20 +452,20 @@ def _chunk_claims() -> list[Claim]:
             "[2,3,4,7] beats the best equal chunks",
             "confirmation",
             "above",
-            partial(asked, "2-3-4-7", "4x4"),
+            partial(confirmed, "2-3-4-7", "4x4"),
             paper_size("Table 1", "chunks", max(equal), "confirmation"),
             studies=fresh,
-            since="rival, fresh seeds",
+            since="compared arm, fresh seeds",
         ),
         Claim(
             "One chunk of the whole trajectory, with half the images and half the optimizer steps, falls behind "
             "[2,3,4,7]",
             "confirmation",
             "below",
-            partial(asked, "16-half", "2-3-4-7"),
+            partial(confirmed, "16-half", "2-3-4-7"),
             paper_size("Table 3", "16", t1["chunks"], "confirmation"),
             studies=fresh,
-            since="fresh seeds, words",
+            since="fresh seeds, wording",
         ),
         Claim(
             "Adaptive chunks beat steps",
@@ -443,10 +474,10 @@ def _chunk_claims() -> list[Claim]:
             partial(contrast_arms, "chunk-setting", "adaptive", "steps"),
             paper_size("v3", "adaptive", t1["steps"], "chunk-setting"),
             studies=first,
-            since="rival",
+            since="compared arm",
         ),
         Claim(
-            "One chunk of the whole trajectory does as well as steps that have twice its images",
+            "One chunk of the whole trajectory gains as much as steps with twice its images",
             "confirmation",
             "equal",
             partial(contrast_arms, ("chunk-setting", "confirmation"), "16-half", "steps"),
@@ -457,33 +488,39 @@ def _chunk_claims() -> list[Claim]:
 
 
 def _explanation_claims() -> list[Claim]:
-    """What of the difference between chunks and steps remains where weights and clipping are alike."""
-    asked = [
+    """Return the claims that compare chunks and steps with equal weights or equal clipping."""
+    contrasts = [
         (
             "Without clipping, steps with the chunks' weights beat steps",
             "above",
             "reweighted-free",
             "steps-free",
-            "rival",
+            "compared arm",
         ),
         (
-            "Under a tight clip range chunks beat steps of the same weights",
+            "With a tight clip range, chunks beat steps with the same weights",
             "above",
             "chunks",
             "reweighted",
             "controls",
         ),
-        ("Under a tight clip range equal chunks beat steps", "above", "4x4", "steps", "arm"),
-        ("Without clipping equal chunks equal steps", "equal", "4x4-free", "steps-free", "arm"),
+        ("With a tight clip range, equal chunks beat steps", "above", "4x4", "steps", "arm"),
         (
-            "With one update an iteration equal chunks equal steps",
+            "Without clipping, equal chunks gain as much as steps",
+            "equal",
+            "4x4-free",
+            "steps-free",
+            "arm",
+        ),
+        (
+            "With one update per iteration, equal chunks gain as much as steps",
             "equal",
             "4x4-once",
             "steps-once",
             "arm",
         ),
         (
-            "Steps with the chunks' weights and no clipping beat chunks under a tight clip range",
+            "Steps with the chunks' weights and no clipping beat chunks with a tight clip range",
             "above",
             "reweighted-free",
             "chunks",
@@ -492,14 +529,14 @@ def _explanation_claims() -> list[Claim]:
     ]
     return [
         Claim(
-            words,
+            text,
             "explain",
             direction,
             partial(contrast_arms, "explain", arm, other),
             studies=("explain",),
             since=since,
         )
-        for words, direction, arm, other, since in asked
+        for text, direction, arm, other, since in contrasts
     ] + [
         Claim(
             "With a clip range wide enough for both, chunks beat steps",
@@ -514,14 +551,14 @@ def _explanation_claims() -> list[Claim]:
 
 
 def _sampling_claims() -> list[Claim]:
-    """Which chunks are drawn."""
+    """Return the claims about the chunks that are sampled for training."""
     t1 = PAPER_NUMBERS["Table 1"]
     t5 = PAPER_NUMBERS["Table 5"]
     weighted = partial(contrast_arms, "weighting")
     lost = t5["weighted"] - t5["chunks"]
     return [
         Claim(
-            "Weighted drawing raises the reward further",
+            "Weighted sampling of chunks raises the reward further",
             "weighting",
             "above",
             partial(weighted, "dynamics", "uniform"),
@@ -529,7 +566,7 @@ def _sampling_claims() -> list[Claim]:
             studies=("weighting",),
         ),
         Claim(
-            "Weighted drawing costs structure",
+            "Weighted sampling of chunks lowers GenEval",
             "weighting",
             "below",
             partial(weighted, "dynamics", "uniform", STRUCTURE_REWARD),
@@ -537,7 +574,7 @@ def _sampling_claims() -> list[Claim]:
             studies=("weighting",),
         ),
         Claim(
-            "The chunk nearest to the noise teaches more than the one nearest to the image",
+            "The chunk nearest to the noise gains more than the one nearest to the image",
             "single-chunk",
             "above",
             partial(contrast_arms, "single-chunk", "chunk-1", "chunk-4"),
@@ -552,13 +589,13 @@ def _sampling_claims() -> list[Claim]:
             peak_drop,
             Size(paper="unstable after 60 steps (Figure 6)"),
             studies=("instability",),
-            since="fresh seeds, words",
+            since="fresh seeds, wording",
         ),
     ]
 
 
 def reward_claims() -> list[Claim]:
-    """Hybrid inference, and what training on one reward does to another."""
+    """Return the claims about hybrid inference, and about the effect of training on one reward on another."""
     t1, t4, t5 = (PAPER_NUMBERS[name] for name in ("Table 1", "Table 4", "Table 5"))
     geneval = t5["chunks"] - t5["base"]
     other = t4["chunks"] - t4["base"]
@@ -581,7 +618,7 @@ def reward_claims() -> list[Claim]:
             since="arms",
         ),
         Claim(
-            "Training on GenEval's graded form raises the CLIP reward, as PickScore raised HPSv3",
+            "Training on graded GenEval raises the CLIP reward, as PickScore raised HPSv3",
             "rewards",
             "above",
             partial(contrast_arms, "rewards", "partial", None, gain_of="clip"),
@@ -595,7 +632,7 @@ def reward_claims() -> list[Claim]:
 
 
 def all_claims() -> list[Claim]:
-    """All claims, in the order of the paper."""
+    """Return all claims, in the order of the paper."""
     return [
         *_theory_claims(),
         *_chunk_claims(),
@@ -605,109 +642,114 @@ def all_claims() -> list[Claim]:
     ]
 
 
-def otherwise(
+def describe_alternatives(
     claim: Claim,
-    half: float,  # half of the interval
-    smallest: float,
+    half_width: float,  # half the width of the interval
+    smallest: float,  # smallest effect of interest
 ) -> str:
-    """The means that would give each verdict, with this interval and before the correction."""
-    at = partial(format_number, signed=not claim.bound)
+    """Describe which means would give another verdict with an interval of this width, without Holm's correction."""
+    number = partial(format_number, signed=not claim.bound)
     sign = -1 if claim.direction == "below" else 1
-    if half != half:
+    if half_width != half_width:
         return ""
     if claim.direction == "equal":
-        room = smallest - half
-        inside = (
-            f"holds within \u00b1{format_number(room)}"
-            if room > 0
-            else "holds for none: too few seeds"
-        )
-        return f"{inside}; does not hold beyond \u00b1{format_number(smallest + half)}"
-    first = claim.bound + sign * half
-    last = claim.bound + sign * (smallest - half)
-    beyond = ("from {} up", "below {}") if sign > 0 else ("from {} down", "above {}")
-    holds = max(first, last) if sign > 0 else min(first, last)
-    return f"holds {beyond[0].format(at(holds))}; does not hold {beyond[1].format(at(last))}"
+        room = smallest - half_width
+        holds = "holds for no mean: too few seeds"
+        if room > 0:
+            holds = f"holds within \u00b1{format_number(room)}"
+        return f"{holds}; does not hold beyond \u00b1{format_number(smallest + half_width)}"
+    excludes_zero = claim.bound + sign * half_width
+    reaches_smallest = claim.bound + sign * (smallest - half_width)
+    if sign > 0:
+        holds = f"from {number(max(excludes_zero, reaches_smallest))} up"
+        fails = f"below {number(reaches_smallest)}"
+    else:
+        holds = f"from {number(min(excludes_zero, reaches_smallest))} down"
+        fails = f"above {number(reaches_smallest)}"
+    return f"holds {holds}; does not hold {fails}"
 
 
-def plan_of(
-    studies: Sequence[str],
-) -> str:  # planned, unplanned, looked at, or not shown; empty where no study decides
-    """Whether the plan of the deciding rows can be shown to be older than they are."""
-    kept = read_json(PRESETS_DIR / "results" / "verdict" / "plans.json")["plans"]
-    words = []
+def plan_status(
+    studies: Sequence[str],  # studies whose rows decide a claim
+) -> str:  # planned, unplanned, looked at or not shown; empty without studies
+    """Say whether the plan of the deciding rows is provably older than the rows; the weakest status counts."""
+    stored_plans = read_json(PRESETS_DIR / "results" / "verdict" / "plans.json")["plans"]
+    found = set()
     for study in studies:
         for row in analysis.load_study_rows(study):
             plan = row.get("plan")
             if plan is None:
-                known = [
-                    one["shown"]
-                    for one in kept
-                    if one["study"] == study and one["code"] == row["git_commit"]
+                shown = [
+                    entry["shown"]
+                    for entry in stored_plans
+                    if entry["study"] == study and entry["code"] == row["git_commit"]
                 ]
-                words.append("planned" if known == [True] else "not shown")
+                found.add("planned" if shown == [True] else "not shown")
+            elif plan["unplanned"]:
+                found.add("unplanned")
+            elif plan["peeks"]:
+                found.add("looked at")
             else:
-                words.append(
-                    "unplanned"
-                    if plan["unplanned"]
-                    else "looked at"
-                    if plan["peeks"]
-                    else "planned"
-                )
-    order = ("not shown", "unplanned", "looked at", "planned")
-    return next((word for word in order if word in words), "")
+                found.add("planned")
+    for status in ("not shown", "unplanned", "looked at", "planned"):
+        if status in found:
+            return status
+    return ""
 
 
 def claim_rows(
-    asked: Sequence[Claim],
-    # claims that are corrected together with these; None: these
-    family: Sequence[Claim] | None = None,
-    # claim, verdict, measured, smallest, p, power, otherwise, paper, plan, since, one run, page;
-    # numbers
+    claims: Sequence[Claim],  # claims that get a row
+    family: Sequence[Claim] | None = None,  # claims that Holm's correction counts; None: `claims`
 ) -> list[dict]:
-    """A row a claim."""
-    family = list(family or asked)
-    every = {
-        claim.words: claim.measure() for claim in [*family, *(c for c in asked if c not in family)]
-    }
-    sizes, raw = {}, {}
+    """Return a row per claim with its measurement and its verdict.
+
+    The keys are claim, verdict, measured, smallest, p, power, otherwise, the paper, plan, since, one run, page,
+    interval, bound and direction. A claim outside of the family has no smallest effect and no p-value.
+    """
+    family = list(family or claims)
+    others = [claim for claim in claims if claim not in family]
+    measurements = {claim.text: claim.measure() for claim in [*family, *others]}
+    sizes = {}
+    p_values = {}
     for claim in family:
-        if (found := every[claim.words]) is not None:
-            sign = -1 if claim.direction == "below" else 1
-            smallest = claim.size.of(found)
-            freedom = np.inf if found.normal else found.found.freedom
-            sizes[claim.words] = smallest
-            raw[claim.words] = claim_p_value(
-                sign * (found.found.mean - claim.bound),
-                found.found.error(),
-                freedom,
-                smallest if claim.direction == "equal" else 0.0,
-            )
-    known = [words for words, p in raw.items() if p == p]
-    holm = (
-        dict(
-            zip(
-                known, multipletests([raw[words] for words in known], method="holm")[1], strict=True
-            )
+        measured = measurements[claim.text]
+        if measured is None:
+            continue
+        sign = -1 if claim.direction == "below" else 1
+        smallest = claim.size.in_units(measured)
+        estimate = measured.estimate
+        sizes[claim.text] = smallest
+        p_values[claim.text] = claim_p_value(
+            distance=sign * (estimate.mean - claim.bound),
+            error=estimate.standard_error(),
+            degrees_of_freedom=np.inf if measured.is_normal else estimate.degrees_of_freedom,
+            equality_margin=smallest if claim.direction == "equal" else 0.0,
         )
-        if known
-        else {}
-    )
+    tested = {text: p for text, p in p_values.items() if p == p}  # without nan
+    corrected = {}
+    if tested:
+        holm = multipletests(list(tested.values()), method="holm")[1]
+        corrected = dict(zip(tested, holm, strict=True))
     return [
-        _claim_row(claim, every[claim.words], sizes.get(claim.words), holm.get(claim.words))
-        for claim in asked
+        _claim_row(
+            claim=claim,
+            measured=measurements[claim.text],
+            smallest=sizes.get(claim.text),
+            p=corrected.get(claim.text),
+        )
+        for claim in claims
     ]
 
 
 def _claim_row(
     claim: Claim,
-    found: Evidence | None,
-    smallest: float | None,  # effect of interest
+    measured: Measurement | None,
+    smallest: float | None,  # smallest effect of interest
     p: float | None,  # after Holm's correction
-) -> dict:  # as of `claim_rows`
-    """The row of one claim."""
+) -> dict:
+    """Return the row of one claim, see `claim_rows`."""
     row = {
-        "claim": claim.words,
+        "claim": claim.text,
         "verdict": "open",
         "measured": "not measured yet",
         "smallest": smallest,
@@ -715,7 +757,7 @@ def _claim_row(
         "power": float("nan"),
         "otherwise": "",
         "the paper": claim.size.paper or "gives no size",
-        "plan": plan_of(claim.studies),
+        "plan": plan_status(claim.studies),
         "since": claim.since,
         "one run": "",
         "page": claim.page,
@@ -723,36 +765,39 @@ def _claim_row(
         "bound": claim.bound,
         "direction": claim.direction,
     }
-    if found is None:
+    if measured is None:
         return row
-    interval, count = found.interval, found.found.seeds
-    moved = {name: x - claim.bound for name, x in interval.items()}
-    half = moved["hi"] - moved["mean"]
-    error = found.found.error()
-    of = "" if found.normal else f", {count} seed{'s' * (count != 1)}"
-    known = {name: None if x != x else x for name, x in interval.items()}
+    interval = measured.interval
+    estimate = measured.estimate
+    distances = {name: x - claim.bound for name, x in interval.items()}
+    half_width = distances["hi"] - distances["mean"]
+    seeds = ""
+    if not measured.is_normal:
+        seeds = f", {estimate.seeds} seed{'s' if estimate.seeds != 1 else ''}"
+    without_nan = {name: None if x != x else x for name, x in interval.items()}
+    formatted = format_interval(without_nan, signed=not claim.bound)
     return row | {
-        "verdict": claim_verdict(moved, claim.direction, smallest, 1.0 if p is None else p),
-        "measured": f"{format_interval(known, signed=not claim.bound)} {found.unit}{of}",
+        "verdict": claim_verdict(distances, claim.direction, smallest, 1.0 if p is None else p),
+        "measured": f"{formatted} {measured.unit}{seeds}",
         "power": claim_power(
-            smallest,
-            error,
-            10**6 if found.normal else found.found.freedom + 1,
-            claim.direction == "equal",
+            smallest=smallest,
+            error=estimate.standard_error(),
+            seeds=10**6 if measured.is_normal else estimate.degrees_of_freedom + 1,
+            is_equality=claim.direction == "equal",
         ),
-        "otherwise": otherwise(claim, half, smallest),
+        "otherwise": describe_alternatives(claim, half_width, smallest),
         "interval": interval,
-        "one run": "" if found.first is None else format_number(found.first, signed=True),
+        "one run": "" if measured.first is None else format_number(measured.first, signed=True),
     }
 
 
 @with_house_style
 def plot_verdicts(
-    rows: Sequence[Mapping],  # of `claim_rows`
+    rows: Sequence[Mapping],  # rows of claims, from `claim_rows`
 ) -> Figure:
-    """A forest of all claims, coloured by verdict; small enough for a telephone."""
+    """Draw a forest plot of all claims, coloured by verdict, in a size for narrow screens."""
     figure, axes = create_subplots(size=(5.0, 0.9 + 0.46 * len(rows)))
-    axis, low, high, edge = axes[0, 0], -6.0, 10.0, 17.0  # from `high` on stand the numbers
+    axis, low, high, edge = axes[0, 0], -6.0, 10.0, 17.0  # the numbers are right of `high`
     axis.axvspan(-1, 1, color="#f2f2f2", zorder=0)
     for at in (0, 1):
         axis.axvline(at, color="black", linewidth=0.8, linestyle="-" if at == 0 else ":")
@@ -818,11 +863,12 @@ def plot_verdicts(
 
 
 def answer_table(
-    page: str,  # of nbs/findings, such as explain
-) -> list[dict]:  # column -> text
-    """The answers of one page, corrected for all claims of the book."""
+    page: str,  # name of a page in nbs/findings, such as explain
+) -> list[dict]:  # one per claim: texts, keyed by column
+    """Return the verdicts on the claims of one page, with Holm's correction for all claims of the book."""
 
-    def text(row):
+    def format_row(row: Mapping) -> dict[str, str]:
+        """Format the row of a claim as texts, keyed by column."""
         p = row["p"]
         smallest = "" if row["smallest"] is None else format_number(row["smallest"])
         return {
@@ -838,15 +884,16 @@ def answer_table(
         }
 
     return [
-        text(row) for row in claim_rows([c for c in all_claims() if c.page == page], all_claims())
+        format_row(row)
+        for row in claim_rows([c for c in all_claims() if c.page == page], all_claims())
     ]
 
 
 def claims_markdown(
-    rows: Sequence[Mapping],  # of `claim_rows`
-    root: str = "",  # the way from the reader's page to nbs/findings/
+    rows: Sequence[Mapping],  # rows of claims, from `claim_rows`
+    root: str = "",  # path from the page that shows the table to nbs/findings/
 ) -> str:
-    """The verdicts as markdown, the answer first."""
+    """Format the verdicts as a Markdown table with the verdict in the first column."""
     lines = [
         f"| {i} | **{row['verdict']}** | "
         f"[{row['claim'].replace('[', '').replace(']', '')}]({root}{row['page']}.ipynb) | "
@@ -857,9 +904,9 @@ def claims_markdown(
 
 
 def rows_markdown(
-    rows: Sequence[Mapping],  # a mapping a row: column -> text
+    rows: Sequence[Mapping],  # texts, keyed by column; all rows have the same columns
 ) -> str:
-    """Rows as a markdown table, whose cells wrap on a narrow screen."""
+    """Format rows as a Markdown table, whose cells wrap on a narrow screen."""
     names = list(rows[0]) if rows else []
     lines = [f"| {' | '.join(str(text) for text in row.values())} |" for row in rows]
     return "\n".join([f"| {' | '.join(names)} |", "|---" * len(names) + "|", *lines])

@@ -1,6 +1,6 @@
-"""What a gradient tells: its signal and noise, what each transition was worth, and how estimators of that differ.
+"""Signal and noise of gradients, the true advantage of each transition, and how estimators of the gradient differ.
 
-The pages gradient-noise, credit-assignment and gradient-bias of nbs/findings derive each function and show it at work;
+The pages gradient-noise, credit-assignment and gradient-bias of nbs/findings derive each function and show examples;
 `research/ground_truth.py` and `research/gradient_signal.py` measure with these functions.
 """
 
@@ -21,65 +21,73 @@ from chunk_grpo.training.rollout import ImageKey, make_generator
 
 
 def jackknife_error(
-    statistic: Callable[[Tensor], Tensor],  # positions of the units that are used -> any tensor
-    count: int,  # units, such as prompts
-) -> tuple[Tensor, Tensor]:  # value with all units, and its standard error
-    """Standard error of any statistic, by leaving out one unit at a time."""
-    every = torch.arange(count)
-    left = torch.stack([statistic(every[every != i]) for i in range(count)])
-    return statistic(every), ((count - 1) * left.var(0, correction=0)).sqrt()
+    statistic: Callable[[Tensor], Tensor],  # maps the indices of units to any tensor
+    count: int,  # number of units, such as prompts
+) -> tuple[Tensor, Tensor]:  # value for all units, and its standard error
+    """Compute a statistic and its jackknife standard error, leaving out one unit at a time."""
+    units = torch.arange(count)
+    leave_one_out = torch.stack([statistic(units[units != i]) for i in range(count)])
+    return statistic(units), ((count - 1) * leave_one_out.var(0, correction=0)).sqrt()
 
 
 def signal_to_noise(
     gram: Tensor,  # inner products of the gradients (a), (K, n, K, n)
-    weights: Tensor,  # w_t of each transition, (n,)
-    images: int,  # m, in a block
-) -> dict[str, float]:  # snr of one image, its standard error se, and noise, the root of N
-    """Signal-to-noise ratio (b) of a weighted gradient; `images` it takes to be half signal are 1 / snr."""
+    weights: Tensor,  # w_i of each transition, (n,)
+    images: int,  # m, number of images in a block
+) -> dict[str, float]:  # keyed by snr, se (the standard error of snr) and noise (the root of N)
+    """Compute the signal-to-noise ratio (b) of a weighted gradient for one image.
+
+    A gradient from 1 / snr images has equal signal and noise. Raises InputError for fewer than three blocks.
+    """
     w = weights.double()
     products = torch.einsum("isjt,s,t->ij", gram.double(), w, w)
     count = len(products)
     if count < 3:
-        raise InputError(f"gram: got {count} blocks, allowed are at least 3, for an error.")
+        raise InputError(f"`gram` must have at least 3 blocks for a standard error; got {count}")
 
-    def ratio(p):
+    def ratio(p: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the ratio for one image and the noise, from inner products of blocks."""
         k = len(p)
         signal = (p.sum() - p.trace()) / (k * (k - 1))
         noise = p.trace() / k - signal
         return signal / noise / images, noise
 
     snr, noise = ratio(products)
-    keep = [[j for j in range(count) if j != i] for i in range(count)]
-    left = torch.stack([ratio(products[rows][:, rows])[0] for rows in keep])
-    error = ((count - 1) * left.var(correction=0)).sqrt()
+    leave_one_out = []
+    for i in range(count):
+        rows = [j for j in range(count) if j != i]
+        leave_one_out.append(ratio(products[rows][:, rows])[0])
+    error = ((count - 1) * torch.stack(leave_one_out).var(correction=0)).sqrt()
     return {"snr": float(snr), "se": float(error), "noise": float(noise) ** 0.5}
 
 
 def block_gradient(
-    what: ReplayContext,  # stored trajectories of the present weights
+    context: ReplayContext,  # trajectories sampled with the current weights
     advantage: Tensor,  # (B,)
-    index: int,  # transition
-    images: Tensor,  # the block's positions, (m,)
-    limit: int = 96,  # transitions in one forward
-) -> list[Tensor]:  # one for each trained parameter
-    """The gradient (a) of one block and transition."""
-    trained = what.policy.trained
-    item = torch.arange(len(images))
-    sampler = what.trajectories.sampler
+    index: int,  # index of the transition
+    images: Tensor,  # indices of the block's images, (m,)
+    limit: int = 96,  # largest number of transitions in one forward pass
+) -> list[Tensor]:  # one per trained parameter
+    """Compute the gradient (a) of one block for one transition."""
+    trained = context.policy.trained
+    positions = torch.arange(len(images))
+    sampler = context.trajectories.sampler
     total = [torch.zeros_like(p) for p in trained]
-    for part in item.split(limit):
+    for part in positions.split(limit):
         path = (
-            what.trajectories.latents[images[part], index : index + 2]
+            context.trajectories.latents[images[part], index : index + 2]
             .float()
-            .to(what.policy.device)
+            .to(context.policy.device)
         )
-        now, then = path.unbind(1)
-        told = compute_network_sigma(what.policy, sampler.sigmas[index].expand(len(part)))
-        v = what.policy.velocity(now, told, what.rows(images[part]))
-        logp = sampler.log_prob(then, *sampler.mean_std(v, now, index))
-        value = (logp * advantage[images[part]].to(logp)).sum() / len(images)
-        found = torch.autograd.grad(value, trained, materialize_grads=True)
-        total = [a + b for a, b in zip(total, found, strict=True)]
+        current, following = path.unbind(1)
+        network_sigma = compute_network_sigma(
+            context.policy, sampler.sigmas[index].expand(len(part))
+        )
+        v = context.policy.velocity(current, network_sigma, context.rows(images[part]))
+        log_prob = sampler.log_prob(following, *sampler.mean_std(v, current, index))
+        value = (log_prob * advantage[images[part]].to(log_prob)).sum() / len(images)
+        gradients = torch.autograd.grad(value, trained, materialize_grads=True)
+        total = [a + b for a, b in zip(total, gradients, strict=True)]
     return total
 
 
@@ -92,191 +100,212 @@ LAYER_GROUPS = {
 
 
 def layer_group(name: str) -> str:
-    """attention, modulation, mlp, embedding or output of a FLUX, by a parameter's name."""
-    found = next(
-        (k for k, words in LAYER_GROUPS.items() if any(word in name for word in words)), "output"
-    )
-    return (
-        "mlp" if found == "output" and "single_transformer_blocks" in name else found
-    )  # a single block's last layer
+    """Return the layer group of a FLUX parameter by its name: attention, modulation, mlp, embedding or output."""
+    for group, parts in LAYER_GROUPS.items():
+        if any(part in name for part in parts):
+            return group
+    # The last layer of a single block has no group of its own.
+    return "mlp" if "single_transformer_blocks" in name else "output"
 
 
 def gradient_gram(
-    what: ReplayContext,  # stored trajectories of the present weights; groups together
+    context: ReplayContext,  # trajectories sampled with the current weights; images of a group are adjacent
     advantage: Tensor,  # (B,)
-    blocks: int = 8,  # K; divides B into whole groups
-    group: Callable[[str], str] | None = None,  # of a parameter, by its name; None: FLUX's layers
-) -> dict[str, Tensor]:  # group -> (K, n, K, n) float64 inner products of the gradients (a)
-    """Inner products of the gradients of all blocks and transitions; holds K n gradients in memory."""
-    trajectories, policy = what.trajectories, what.policy
-    places = torch.arange(len(trajectories.keys)).chunk(blocks)
-    if len({len(part) for part in places}) > 1 or len(places) < blocks:
-        raise InputError(
-            f"blocks: got {blocks} for {len(trajectories.keys)} images, allowed is a divisor."
-        )
+    blocks: int = 8,  # K, number of blocks; must divide B into whole groups
+    # maps a parameter's name to its layer group; None: the groups of FLUX, `layer_group`
+    group: Callable[[str], str] | None = None,
+) -> dict[str, Tensor]:  # layer group -> (K, n, K, n), float64
+    """Compute the inner products of the gradients (a) of all blocks and transitions, by layer group.
+
+    Holds K n gradients in memory. Raises InputError if the blocks do not divide the images.
+    """
+    trajectories = context.trajectories
+    policy = context.policy
+    image_blocks = torch.arange(len(trajectories.keys)).chunk(blocks)
+    if len({len(images) for images in image_blocks}) > 1 or len(image_blocks) < blocks:
+        raise InputError(f"`blocks` must divide the {len(trajectories.keys)} images; got {blocks}")
     group = group or layer_group
     names = [group(name) for name, p in policy.transformer.named_parameters() if p.requires_grad]
-    held: dict[str, list[Tensor]] = {name: [] for name in names}
+    gradients: dict[str, list[Tensor]] = {name: [] for name in names}
     transitions = trajectories.latents.shape[1] - 2  # the last is not trained
-    for part in places:
-        for found in (block_gradient(what, advantage, index, part) for index in range(transitions)):
-            for name in held:
-                mine = [g.flatten().cpu() for g, n in zip(found, names, strict=True) if n == name]
-                held[name].append(torch.cat(mine))
-    out = {}
-    for name, gradients in held.items():
-        stack = torch.stack(gradients)
-        out[name] = (stack @ stack.T).double().reshape(blocks, transitions, blocks, transitions)
-    return out
+    for images in image_blocks:
+        for index in range(transitions):
+            block = block_gradient(context, advantage, index, images)
+            for name in gradients:
+                in_group = [
+                    g.flatten().cpu() for g, n in zip(block, names, strict=True) if n == name
+                ]
+                gradients[name].append(torch.cat(in_group))
+    gram = {}
+    for name, vectors in gradients.items():
+        stack = torch.stack(vectors)
+        gram[name] = (stack @ stack.T).double().reshape(blocks, transitions, blocks, transitions)
+    return gram
 
 
 @dataclass
 class GaussianWorld:
-    """A policy with the names that a rollout and an update ask for, and a reward of its latents."""
+    """A policy with an exact affine velocity, which can be sampled and trained like a model, and a reward of its latents."""
 
-    mean: Tensor  # of the data, (C,)
-    scale: Tensor  # standard deviation of the data, (C,)
-    target: Tensor  # y of the reward, (C,)
-    trained: list[Tensor]  # [theta_1 (C,), theta_2 (C,)], leaves with gradient
-    tokens: int = 4  # S
+    mean: Tensor  # mean m of the data, (C,)
+    scale: Tensor  # standard deviation s of the data, (C,)
+    target: Tensor  # target y of the reward, (C,)
+    trained: list[Tensor]  # theta_1 (C,) and theta_2 (C,), which require gradients
+    tokens: int = 4  # S, number of tokens of an image
     device: torch.device = torch.device("cpu")
     truncate_timesteps: bool = False
 
     def noise(self, generator: torch.Generator) -> Tensor:  # (S, C)
-        """The latents of one image at sigma 1."""
+        """Sample the latents of one image at sigma 1."""
         return torch.randn(self.tokens, len(self.mean), generator=generator)
 
     def velocity(self, latents: Tensor, sigma: Tensor, rows: dict) -> Tensor:
-        """The affine velocity of every sample, in the latents' dtype."""
-        mean, scale, by, plus = (
+        """Return the affine velocity of latents (B, S, C), in their dtype; `rows` is ignored."""
+        mean, scale, theta_1, theta_2 = (
             x.to(latents.dtype) for x in (self.mean, self.scale, *self.trained)
         )
-        return (1 + by) * gaussian_velocity(latents, sigma, mean, scale) + plus
+        return (1 + theta_1) * gaussian_velocity(latents, sigma, mean, scale) + theta_2
 
     def reward(self, latents: Tensor, images: Tensor | None = None) -> Tensor:
-        """Minus the mean squared distance of the last latents (..., S, C) to the target."""
+        """Return minus the mean squared distance of final latents (..., S, C) to the target; `images` is ignored."""
         return -(latents.double() - self.target).square().mean((-2, -1))
 
 
 def gaussian_value(
     world: GaussianWorld,
     latents: Tensor,  # (..., S, C)
-    index: int,  # transition that they stand before
+    index: int,  # index of the transition that starts at these latents
     sampler: Sampler,
-    spread: float = 0.0,  # variance of the latents around the given ones
+    variance: float = 0.0,  # variance of the latents around the given ones
 ) -> Tensor:  # (...,) float64
-    """The exact value (c) of latents before a transition; gradient of the random steps."""
-    at, spread = latents.double(), torch.full_like(world.mean, spread, dtype=torch.float64)
-    ends = torch.tensor([[0.0], [1.0]], dtype=torch.float64) * torch.ones_like(spread)
+    """Compute the exact value (c) of the latents before a transition.
+
+    Its gradient with respect to the parameters covers the stochastic steps only.
+    """
+    mean = latents.double()
+    variances = torch.full_like(world.mean, variance, dtype=torch.float64)
+    # The velocity is affine, so its values at 0 and 1 determine it.
+    ends = torch.tensor([[0.0], [1.0]], dtype=torch.float64) * torch.ones_like(variances)
     exact = replace(sampler, sigmas=sampler.sigmas.double())
     for i in range(index, len(exact)):
         a, b, std = exact.coefficients(i)
         with torch.set_grad_enabled(i < len(exact) - 1 and torch.is_grad_enabled()):
-            offset, there = world.velocity(ends, exact.sigmas[i].expand(2), {})
-        gain = a + b * (there - offset)
-        at, spread = gain * at + b * offset, gain**2 * spread + std**2
-    return -((at - world.target).square() + spread).mean((-2, -1))
+            at_zero, at_one = world.velocity(ends, exact.sigmas[i].expand(2), {})
+        gain = a + b * (at_one - at_zero)
+        mean = gain * mean + b * at_zero
+        variances = gain**2 * variances + std**2
+    return -((mean - world.target).square() + variances).mean((-2, -1))
 
 
 def branch_noise(
-    keys: Sequence[ImageKey],  # of each image
-    index: int,  # transition at which the branch leaves the trajectory
-    branch: list[int],  # number of each image's branch
-    shape: tuple[int, ...],  # (T - index, S, C), of one image
+    keys: Sequence[ImageKey],  # one per image
+    index: int,  # index of the transition at which the branch leaves the trajectory
+    branch: list[int],  # number of the branch, one per image
+    shape: tuple[int, ...],  # shape of one image's noise, (T - index, S, C)
 ) -> Tensor:  # (B, T - index, S, C) float32 on the CPU
-    """The noise of a branch's transitions, another one for each index and branch."""
+    """Sample the noise of a branch's transitions, which is different for each index and branch."""
     streams = [f"branch/{index}/{number}" for number in branch]
-    drawn = [
-        torch.randn(shape, generator=make_generator(*k, stream=s))
-        for k, s in zip(keys, streams, strict=True)
+    noise = [
+        torch.randn(shape, generator=make_generator(*key, stream=stream))
+        for key, stream in zip(keys, streams, strict=True)
     ]
-    return torch.stack(drawn)
+    return torch.stack(noise)
 
 
 @torch.no_grad()
 def continue_from(
-    policy,  # with `velocity`
-    rows: dict[str, Tensor],  # conditioning, a row an image
-    latents: Tensor,  # x_index, (B, S, C), in the storage dtype
-    index: int,  # first transition to take
+    policy,  # object with the method `velocity`
+    rows: dict[str, Tensor],  # conditioning, one row per image
+    latents: Tensor,  # latents before the transition, (B, S, C), in the storage dtype
+    index: int,  # index of the first transition to take
     noise: Tensor,  # (B, T - index, S, C)
     sampler: Sampler,
 ) -> Tensor:  # (B, S, C) at sigma 0, in the storage dtype
-    """The SDE of `rollout.sample_sde` from a transition on."""
-    store = latents.dtype
+    """Integrate the SDE of `rollout.sample_sde` from a transition to the end, with the given noise."""
+    storage_dtype = latents.dtype
     for i in range(index, len(sampler)):
-        now = latents.float()
-        velocity = policy.velocity(now, sampler.sigmas[i].expand(len(now)), rows)
-        mean, std = sampler.mean_std(velocity, now, i)
-        latents = (mean + std * noise[:, i - index].to(mean.device)).to(store)
+        current = latents.float()
+        velocity = policy.velocity(current, sampler.sigmas[i].expand(len(current)), rows)
+        mean, std = sampler.mean_std(velocity, current, i)
+        latents = (mean + std * noise[:, i - index].to(mean.device)).to(storage_dtype)
     return latents
 
 
 def branch_rewards(
-    what: ReplayContext,  # stored trajectories of B images
-    # latents (M, S, C) at sigma 0 and their images (M,) -> rewards (M,)
+    context: ReplayContext,  # trajectories of B images
+    # maps latents (M, S, C) at sigma 0 and the indices of their images (M,) to rewards (M,)
     outcome: Callable[[Tensor, Tensor], Tensor],
-    branches: int = 4,  # N, from every latent
-    batch: int = 48,  # images in one forward
-) -> Tensor:  # (B, T + 1, N) float64, of the branches that leave at each latent
-    """Rewards of N continuations from every latent; costs N T (T + 3) / 2 - N forwards an image."""
-    paths = what.trajectories
+    branches: int = 4,  # N, number of branches from every latent
+    batch: int = 48,  # number of images in one forward pass
+) -> Tensor:  # (B, T + 1, N) float64
+    """Compute the rewards of N continuations from every latent.
+
+    The branches from the last two latents get the reward of the trajectory. Costs N T (T + 3) / 2 - N forward passes
+    per image.
+    """
+    paths = context.trajectories
     count = len(paths.keys)
     steps = paths.latents.shape[1] - 1
     ends = torch.cat(
         [outcome(paths.latents[part, -1], part) for part in torch.arange(count).split(batch)]
     )
-    out = ends.double()[:, None, None].repeat(1, steps + 1, branches)
+    rewards = ends.double()[:, None, None].repeat(1, steps + 1, branches)
     image = torch.arange(count).repeat_interleave(branches)
     branch = torch.arange(branches).repeat(count)
     for index in range(steps - 1):
         for part in torch.arange(len(image)).split(batch):
-            own, number = image[part], branch[part]
+            image_index = image[part]
+            branch_number = branch[part]
             shape = (steps - index, *paths.latents.shape[2:])
             noise = branch_noise(
-                [paths.keys[b] for b in own.tolist()], index, number.tolist(), shape
+                keys=[paths.keys[b] for b in image_index.tolist()],
+                index=index,
+                branch=branch_number.tolist(),
+                shape=shape,
             )
-            rows = {k: v[paths.prompt_index[own]] for k, v in what.conditioning.items()}
-            start = paths.latents[own, index].to(what.policy.device)
-            last = continue_from(what.policy, rows, start, index, noise, paths.sampler)
-            out[own, index, number] = outcome(last, own).double()
-    return out
+            rows = {k: v[paths.prompt_index[image_index]] for k, v in context.conditioning.items()}
+            start = paths.latents[image_index, index].to(context.policy.device)
+            last = continue_from(context.policy, rows, start, index, noise, paths.sampler)
+            rewards[image_index, index, branch_number] = outcome(last, image_index).double()
+    return rewards
 
 
 def branch_values(
-    rewards: Tensor,  # (B, T + 1, N)
+    rewards: Tensor,  # rewards of the branches, (B, T + 1, N)
 ) -> tuple[Tensor, Tensor]:  # value and its standard error (d), both (B, T + 1)
-    """Mean and standard error over branches. InputError on fewer than 2 branches."""
+    """Estimate the value of each latent with its standard error; raise InputError for fewer than two branches."""
     if rewards.shape[-1] < 2:
         raise InputError(
-            f"branches: got {rewards.shape[-1]}, allowed are at least 2, for an error."
+            f"`rewards` must have at least 2 branches for a standard error; got {rewards.shape[-1]}"
         )
     return rewards.mean(-1), rewards.std(-1) / math.sqrt(rewards.shape[-1])
 
 
 def step_advantages(
-    rewards: Tensor,  # (B, T + 1, N)
-    # advantage and its standard error (d) of the trained transitions, both (B, T - 1)
-) -> tuple[Tensor, Tensor]:
-    """The advantage of every transition but the last, which has no noise."""
+    rewards: Tensor,  # rewards of the branches, (B, T + 1, N)
+) -> tuple[Tensor, Tensor]:  # advantage and its standard error (d), both (B, T - 1)
+    """Estimate the advantage of every transition except the last, which has no noise."""
     value, error = branch_values(rewards)
     square = error.square()
     return value.diff()[:, :-1], (square[:, 1:] + square[:, :-1]).sqrt()[:, :-1]
 
 
 def wrong_sign_shares(
-    # of the trajectories, less the group's mean, in units of its deviation, (P, G)
+    # reward minus the group's mean, in units of the group's standard deviation, (P, G)
     advantage: Tensor,
     step: Tensor,  # estimated advantage of each transition, in the same units, (P, G, n)
-    error: Tensor,  # its standard error, (P, G, n)
-    parts: Chunks,  # transitions whose moments are averaged, K parts of n
-    certain: float = 2.0,  # standard errors from which a sign counts as certain
-) -> (
-    Tensor
-):  # (6, K): raw, certain, corrected, by_share, share of one transition, how many are certain
-    """Shares of wrong signs by (e) and (f), and the share of the variance decided at a transition."""
+    error: Tensor,  # standard error of `step`, (P, G, n)
+    parts: Chunks,  # K parts of the n transitions; moments are averaged within a part
+    certain: float = 2.0,  # number of standard errors from which a sign counts as certain
+) -> Tensor:  # (6, K)
+    """Compute the shares of wrong signs in each part of a trajectory.
+
+    The rows are: raw share, share among certain signs, corrected share (e), share (f), the fraction of the reward's
+    variance that one transition decides, and the fraction of signs that are certain.
+    """
 
     def mean(x: Tensor) -> Tensor:
+        """Average over images and over the transitions of each part; returns (K,)."""
         return torch.stack([x[..., part].mean() for part in parts.slices])
 
     wrong = (advantage[..., None] * step < 0).double()
@@ -294,10 +323,13 @@ def wrong_sign_shares(
 def wrong_sign_estimates(
     rewards: Tensor,  # of the trajectories, (P, G)
     branches: Tensor,  # rewards of the branches, (P G, T + 1, N)
-    parts: Chunks | None = None,  # transitions whose moments are averaged; None: each alone
-    # raw, certain, corrected, by_share, share, found: (K,) each, and each with _se
-) -> dict[str, Tensor]:
-    """How often the trajectory's advantage has the wrong sign at each transition; errors over prompts."""
+    parts: Chunks | None = None,  # parts in which moments are averaged; None: single transitions
+) -> dict[str, Tensor]:  # (K,) each
+    """Estimate how often the trajectory's advantage has the wrong sign at each transition.
+
+    The keys are those of `wrong_sign_shares`: raw, certain, corrected, by_share, share and found. Each has a jackknife
+    standard error over prompts under its name with the suffix _se.
+    """
     count, group = rewards.shape
     spread = branches[:, 0].reshape(count, -1).std(1)
     step, error = (
@@ -313,12 +345,12 @@ def wrong_sign_estimates(
 
 
 def state_sign_shares(
-    # of the trajectories, less the group's mean, in units of its deviation, (P, G)
+    # reward minus the group's mean, in units of the group's standard deviation, (P, G)
     advantage: Tensor,
-    # estimated value of each state less the group's mean, in the same units, (P, G, n)
+    # estimated value of each state minus the group's mean, in the same units, (P, G, n)
     value: Tensor,
-) -> Tensor:  # (3, n): raw, by_share, decided
-    """Shares of states whose value and final reward lie on different sides of the group's mean, raw and by (i)."""
+) -> Tensor:  # (3, n): raw share, share by (i), and decided fraction of the variance
+    """Compute the shares of states whose value and final reward lie on different sides of the group's mean."""
     raw = (advantage[..., None] * value < 0).double().mean((0, 1))
     decided = (advantage[..., None] * value).mean((0, 1)) / advantage.square().mean()
     return torch.stack([raw, decided.clamp(0, 1).sqrt().arccos() / math.pi, decided])
@@ -327,9 +359,12 @@ def state_sign_shares(
 def state_sign_estimates(
     rewards: Tensor,  # of the trajectories, (P, G)
     branches: Tensor,  # rewards of the branches, (P G, T + 1, N)
-    # raw, by_share, decided: (T - 1,) by transition; mean_ of the first two: (); each with _se
 ) -> dict[str, Tensor]:
-    """How often the state that a transition leads to is wrongly attributed, as version 3 counts; errors over prompts."""
+    """Estimate how often the state that a transition leads to is wrongly attributed, as version 3 counts.
+
+    The keys raw, by_share and decided have a value per transition (T - 1,); mean_raw and mean_by_share are their means
+    (). Each has a jackknife standard error over prompts under its name with the suffix _se.
+    """
     count, group = rewards.shape
     spread = branches[:, 0].reshape(count, -1).std(1)
     value = branch_values(branches)[0][:, 1:-1].reshape(count, group, -1)
@@ -350,10 +385,12 @@ def state_sign_estimates(
 
 
 def attribution_distance(
-    wrong: Tensor,  # wrong signs of each trajectory, or their chances, (B, n)
-    # (B,) each: k, step (36), chunk (37), zero, scaled and cosine (h), nearer (40)
-) -> dict[str, Tensor]:
-    """Proposition 1's distances to the true coefficients, and those that do not depend on length."""
+    wrong: Tensor,  # 1 for each wrong sign of a trajectory, or its probability, (B, n)
+) -> dict[str, Tensor]:  # (B,) each
+    """Compute the distances of Proposition 1 to the true coefficients, and two measures that do not depend on length.
+
+    The keys are k, step (36), chunk (37), zero, scaled and cosine (h), and nearer (40).
+    """
     n = wrong.shape[1]
     k = wrong.double().sum(1)
     step = 4 * k
@@ -370,14 +407,15 @@ def attribution_distance(
 
 
 def coefficient_gradients(
-    what: ReplayContext,  # stored trajectories of the present weights
-    coefficients: Tensor,  # R sets of one coefficient an image and transition, (R, B, n)
-    images: Tensor,  # the block's positions, (m,)
-) -> Tensor:  # (R, n, D) float32 on the CPU; D numbers in all trained parameters
-    """Mean over a block's images of coefficient times gradient, for each set and transition."""
+    context: ReplayContext,  # trajectories sampled with the current weights
+    coefficients: Tensor,  # R sets with one coefficient per image and transition, (R, B, n)
+    images: Tensor,  # indices of the block's images, (m,)
+) -> Tensor:  # (R, n, D) float32 on the CPU, with D trained parameters
+    """Average coefficient times gradient over a block's images, for each set and transition."""
 
     def flat(row: Tensor, i: int) -> Tensor:
-        return torch.cat([g.flatten() for g in block_gradient(what, row[:, i], i, images)]).cpu()
+        """Return the block's gradient for one set and transition as a vector (D,)."""
+        return torch.cat([g.flatten() for g in block_gradient(context, row[:, i], i, images)]).cpu()
 
     return torch.stack(
         [torch.stack([flat(row, i) for i in range(row.shape[1])]) for row in coefficients]
@@ -385,14 +423,19 @@ def coefficient_gradients(
 
 
 def coefficient_sets(
-    advantage: Tensor,  # A of the trajectories, (B,)
+    advantage: Tensor,  # advantages of the trajectories, (B,)
     step: Tensor,  # measured advantages of the transitions, (B, n)
     error: Tensor,  # standard errors of the values at both ends, (B, n + 1)
-    generator: torch.Generator,  # of the random signs
-) -> Tensor:  # (4, B, n) float64: trajectory's, transition's, signed, branches' noise
-    """The coefficients of which gradients are taken."""
+    generator: torch.Generator,  # generates the random signs
+) -> Tensor:  # (4, B, n) float64
+    """Build the four sets of coefficients for which gradients are computed.
+
+    They are the advantage of the trajectory, that of the transition, that of the trajectory with a random sign per
+    image, and a sample of the branches' noise.
+    """
 
     def signs(*shape: int) -> Tensor:
+        """Sample random signs, -1.0 or 1.0."""
         return 2.0 * torch.randint(2, shape, generator=generator) - 1
 
     each = advantage.double()[:, None].expand_as(step)
@@ -403,7 +446,7 @@ def coefficient_sets(
 def inner_products(
     blocks: Tensor,  # gradients, (K, R, n, D)
 ) -> Tensor:  # (K, R, n, K, R, n) float64
-    """Inner products of all gradients of all blocks."""
+    """Compute the inner products of all gradients of all blocks."""
     flat = blocks.flatten(0, 2)
     return (flat @ flat.T).double().reshape(*blocks.shape[:3], *blocks.shape[:3])
 
@@ -411,26 +454,34 @@ def inner_products(
 def cross_block_mean(
     products: Tensor,  # inner products of blocks, (K, K)
 ) -> Tensor:  # ()
-    """Mean over pairs of different blocks."""
+    """Average the inner products over pairs of different blocks."""
     count = len(products)
     return (products.sum() - products.trace()) / (count * (count - 1))
 
 
 def weighted_inner_products(
     gram: Tensor,  # inner products of blocks, (K, R, n, K, R, n); set 1 is the truth
-    weights: Tensor,  # w of the estimator, (n,)
-    truth: Tensor,  # of the truth (a): ones, (n,), or 0 on transitions that are left out
-    row: int = 0,  # the estimator's set
-    # set whose expectation, times the number, is the estimator's; None: its own
+    weights: Tensor,  # weights w of the estimator, (n,)
+    truth: Tensor,  # weights of the true gradient (a), (n,): 1, or 0 for transitions that are left out
+    row: int = 0,  # index of the estimator's set of coefficients
+    # a set and a factor that give the estimator's expectation; None: the estimator itself
     mean: tuple[int, float] | None = None,
-) -> (
-    Tensor
-):  # (4, K, K): of the estimator, of its expectation, of that with the truth, of the truth
-    """Inner products of the blocks' weighted gradients."""
+) -> Tensor:  # (4, K, K)
+    """Compute the inner products of the blocks' weighted gradients.
+
+    The four tables are: estimator with itself, expectation with itself, expectation with the true gradient, and true
+    gradient with itself.
+    """
     w = weights.double()
     t = truth.double()
-    own, c = mean or (row, 1.0)
-    pairs = ((row, w, row, w), (own, c * w, own, c * w), (own, c * w, 1, t), (1, t, 1, t))
+    mean_row, factor = mean or (row, 1.0)
+    mean_weights = factor * w
+    pairs = (
+        (row, w, row, w),
+        (mean_row, mean_weights, mean_row, mean_weights),
+        (mean_row, mean_weights, 1, t),
+        (1, t, 1, t),
+    )
     return torch.stack(
         [torch.einsum("isjt,s,t->ij", gram[:, a, :, :, b], u, v) for a, u, b, v in pairs]
     )
@@ -438,12 +489,17 @@ def weighted_inner_products(
 
 def alignment_statistics(
     tables: Tensor,  # from `weighted_inner_products`, (4, K, K)
-    images: int,  # m, in a block
-    # variance of one image's part that is not in the blocks, such as that of drawing
+    images: int,  # m, number of images in a block
+    # variance of one image's contribution that the blocks lack, such as that of sampling chunks
     extra: float = 0.0,
-    many: int = 100,  # M
-) -> Tensor:  # (5,): cosine, cosine_many, variance, along (length in units of the truth's), half
-    """Direction and variance (d) of a weighted gradient against the truth; nan where a square is negative."""
+    many: int = 100,  # M, number of images of the gradient whose cosine is computed
+) -> Tensor:  # (5,)
+    """Compute direction and variance (d) of a weighted gradient relative to the true one.
+
+    Returns the cosine of the expectation, the cosine for M images, the variance of one image's contribution, the length
+    along the true gradient in units of its length, and the number of images at which noise is as long as that. A cosine
+    is nan if an estimated square is negative.
+    """
     square, ee, eg, gg = (cross_block_mean(x) for x in tables)
     noise = images * (tables[0].diagonal().mean() - square) + extra
     cosines = [eg / ((ee + part) * gg).sqrt() for part in (0.0, noise / many)]
@@ -452,14 +508,18 @@ def alignment_statistics(
 
 def alignment_with_errors(
     tables: Tensor,  # from `weighted_inner_products`, (4, K, K)
-    images: int,  # m, in a block
-    extra: float = 0.0,  # variance of one image's part that is not in the blocks
-    many: int = 100,  # M
-) -> dict[str, float]:  # cosine, cosine_many, variance, along, half; each with _se
-    """The `alignment_statistics` by name, with the jackknife's errors over blocks. InputError on fewer than 3 blocks."""
+    images: int,  # m, number of images in a block
+    extra: float = 0.0,  # variance of one image's contribution that the blocks lack
+    many: int = 100,  # M, see `alignment_statistics`
+) -> dict[str, float]:
+    """Return the `alignment_statistics` with jackknife standard errors over blocks.
+
+    The keys are cosine, cosine_many, variance, along and half; standard errors have the suffix _se. Raises InputError
+    for fewer than three blocks.
+    """
     count = tables.shape[1]
     if count < 3:
-        raise InputError(f"gram: got {count} blocks, allowed are at least 3, for an error.")
+        raise InputError(f"`tables` must have at least 3 blocks for a standard error; got {count}")
     found = jackknife_error(
         lambda p: alignment_statistics(tables[:, p][:, :, p], images, extra, many), count
     )
@@ -471,14 +531,17 @@ def alignment_with_errors(
 
 
 def chunk_sampling_variance(
-    second: Tensor,  # mean over images of the inner products of one image's own gradients, (n, n)
+    second: Tensor,  # (n, n), inner products of a single image's gradients, averaged over images
     chunks: Chunks,  # K chunks of n transitions
-    count: int,  # k, chunks drawn, 1 ... K
+    count: int,  # k, number of chunks that are sampled, 1 to K
 ) -> float:
-    """What drawing k of K chunks adds (e) to the variance of an image's part of a gradient of weights n / (K cs)."""
+    """Compute the variance (e) that sampling k of K chunks adds to one image's contribution to the gradient.
+
+    The gradient has the weights n / (K cs) of chunks. Raises InputError if k is not between 1 and K.
+    """
     total = len(chunks)
     if not 1 <= count <= total:
-        raise InputError(f"count: got {count}, allowed is 1 to {total} chunks.")
+        raise InputError(f"`count` must be between 1 and {total}; got {count}")
     if count == total:
         return 0.0
     mean = torch.zeros(total, chunks.transitions, dtype=torch.float64)

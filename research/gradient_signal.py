@@ -2,12 +2,13 @@
 
     python research/gradient_signal.py [--prompts 96] [--images 12] [--out FILE.json]
 
-Trajectories of the base model, reward pocket-clip, T 17. For every sampler, set of transitions and group of layers: the
-ratio for 100 images, with its standard error over 8 blocks of prompts.
+Trajectories of the base model, reward pocket-clip, T 17. For each sampler, set of transitions and group of
+layers, it computes the ratio for 100 images, with its standard error over 8 blocks of prompts.
 """
 
 import argparse
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -18,7 +19,7 @@ from chunk_grpo.core import machine
 from chunk_grpo.core.files import write_json
 from chunk_grpo.models import trainable
 from chunk_grpo.models.inputs import sample_prompt_indices
-from chunk_grpo.models.policy import decode_latents
+from chunk_grpo.models.policy import Policy, decode_latents
 from chunk_grpo.rewards import rewards
 from chunk_grpo.theory.objective import group_advantages
 from chunk_grpo.theory.sampler import Sampler
@@ -36,8 +37,14 @@ FIRST = {
 }  # the boundaries of the chunks 2,3,4,7
 
 
-def table(policy, prompts, images, kind, eta):
-    """Rows of one sampler."""
+def measure_sampler(
+    policy: Policy,
+    prompts: int,  # number of prompts
+    images: int,  # number of images per prompt
+    kind: str,  # kind of the sampler
+    eta: float,  # strength of its noise
+) -> Iterator[dict]:
+    """Yield a row per group of layers and set of transitions for one sampler."""
     texts = pocket.read_pocket_prompts("train")
     chosen = sample_prompt_indices(len(texts), prompts, 0, 0)
     keys = [(0, 0, p, g) for p in chosen for g in range(images)]
@@ -75,7 +82,7 @@ def table(policy, prompts, images, kind, eta):
 
 
 def main():
-    """Measure, print, and write where --out says."""
+    """Measure all samplers, print the rows, and write them to the file given by --out."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--prompts", type=int, default=96)
     parser.add_argument("--images", type=int, default=12)
@@ -87,7 +94,7 @@ def main():
         "pocket", resolution=pocket.IMAGE_SIZE, max_tokens=pocket.MAX_TOKENS
     )
     for kind, eta in SAMPLERS.items():
-        for line in table(policy, chosen.prompts, chosen.images, kind, eta):
+        for line in measure_sampler(policy, chosen.prompts, chosen.images, kind, eta):
             rows.append(line)
             print(
                 "{sampler:6} {layers:12} {transitions:8} SNR of 100 images {snr_100:7.4f} +- {se:.4f}".format(

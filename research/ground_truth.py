@@ -2,10 +2,10 @@
 
     python research/ground_truth.py [--prompts 30] [--images 12] [--branches 4] [--sampler flow] [--out FILE.json]
 
-Trajectories of the base model, reward pocket-clip, T 17, eta 0.7, with both samplers unless one is named. From every
-latent N branches give the true advantage of every transition, with its error. Gradients are those of an adapter of rank
-16 on the attention layers, as training has it. Every prompt is kept as it is finished, in the folder FILE.json.parts:
-the same command goes on where it was stopped, and takes the folder away at its end.
+Trajectories of the base model, reward pocket-clip, T 17, eta 0.7, with both samplers unless one is named. N branches
+from every latent estimate the true advantage of every transition with its standard error. Gradients are those of an
+adapter of rank 16 on the attention layers, as in training. Each finished prompt is saved in the folder FILE.json.parts,
+so the same command resumes where it was stopped. It deletes the folder at its end.
 """
 
 import argparse
@@ -56,14 +56,15 @@ PAPER = Chunks((2, 3, 4, 7))
 
 
 def measure(policy, clip, texts, prompt, images, branches, kind):
-    """One prompt: rewards (G,), rewards of its branches (G, T + 1, N), and gradients (4, n, D)."""
+    """Measure one prompt: rewards score (G,), rewards of its branches (G, T + 1, N), and gradients (4, n, D)."""
     keys = [(0, 0, prompt, g) for g in range(images)]
     grid = sigmas(STEPS, 3.0)
     conditioning = policy.encode([texts[prompt]])
 
-    def outcome(latents, which):
-        drawn = decode_latents(policy, latents, 48)
-        return rewards.score_images("pocket-clip", clip, drawn, [texts[prompt]] * len(latents))
+    def outcome(latents, images):
+        """Return the rewards (M,) of final latents (M, S, C)."""
+        decoded = decode_latents(policy, latents, 48)
+        return rewards.score_images("pocket-clip", clip, decoded, [texts[prompt]] * len(latents))
 
     row = torch.zeros(images, dtype=torch.long)
     paths = sample_trajectories(
@@ -73,21 +74,24 @@ def measure(policy, clip, texts, prompt, images, branches, kind):
         keys=keys,
         options=RolloutOptions(Sampler(grid, kind, ETA[kind]), batch_size=48),
     )
-    what = ReplayContext(policy, conditioning, paths)
-    drawn = branch_rewards(what, outcome, branches)
-    score = drawn[:, -1, 0]
+    context = ReplayContext(policy, conditioning, paths)
+    of_branches = branch_rewards(context, outcome, branches)
+    score = of_branches[:, -1, 0]
     unit = score.std()
-    step, _ = step_advantages(drawn)
-    _, error = branch_values(drawn)
+    step, _ = step_advantages(of_branches)
+    _, error = branch_values(of_branches)
     signs = make_generator(0, 0, prompt, -1, stream="signs")
     advantage = group_advantages(score[None])[0]
     sets = coefficient_sets(advantage, step / unit, error[:, :STEPS] / unit, signs)
-    gradients = coefficient_gradients(what, sets, torch.arange(images))
-    return {"score": score.clone(), "branches": drawn, "gradients": gradients}
+    gradients = coefficient_gradients(context, sets, torch.arange(images))
+    return {"score": score.clone(), "branches": of_branches, "gradients": gradients}
 
 
 def collect(policy, chosen, kinds, parts):
-    """The measurements of all prompts by sampler, from the folder `parts` where they are there already."""
+    """Measure all prompts with all samplers, and return the stacked tensors, keyed by sampler and name.
+
+    A measurement is read from the folder `parts` if its file exists there.
+    """
     texts = pocket.read_pocket_prompts("train")
     clip = rewards.load_reward("pocket-clip")
     work = [
@@ -118,34 +122,41 @@ def collect(policy, chosen, kinds, parts):
 
 
 def signs(found):
-    """Wrong signs by transition and by the paper's chunks."""
+    """Yield a row of wrong signs for each transition and for each of the paper's chunks."""
     level = sigmas(STEPS, 3.0)
     for parts in (Chunks.steps(TRAINED), PAPER):
         table = wrong_sign_estimates(found["score"], found["branches"].flatten(0, 1), parts)
         for k, part in enumerate(parts.slices):
-            place = {"first": part.start, "last": part.stop - 1, "sigma": float(level[part].mean())}
-            yield {"parts": "steps" if len(parts) == TRAINED else str(parts)} | place | at(table, k)
+            yield {
+                "parts": "steps" if len(parts) == TRAINED else str(parts),
+                "first": part.start,
+                "last": part.stop - 1,
+                "sigma": float(level[part].mean()),
+            } | row_of(table, k)
 
 
 def states(found):
-    """Wrong signs by the state that a transition leads to, as version 3 of the paper counts, and their mean."""
+    """Yield a row of wrong signs for each state that a transition leads to, as version 3 counts, and a row of means."""
     table = state_sign_estimates(found["score"], found["branches"].flatten(0, 1))
     level = sigmas(STEPS, 3.0)
+    means = {name: x for name, x in table.items() if name.startswith("mean_")}
+    by_transition = {name: x for name, x in table.items() if name not in means}
     for k in range(TRAINED):
-        names = [name for name in table if not name.startswith("mean_")]
-        yield {"parts": "steps", "index": k, "sigma": float(level[k + 1])} | at(
-            {n: table[n] for n in names}, k
-        )
-    yield {"parts": "all"} | at({name: x for name, x in table.items() if name.startswith("mean_")})
+        place = {"parts": "steps", "index": k, "sigma": float(level[k + 1])}
+        yield place | row_of(by_transition, k)
+    yield {"parts": "all"} | row_of(means)
 
 
-def at(table, k=None):
-    """A row of numbers: those at position k, or single ones."""
+def row_of(table, k=None):
+    """Convert a table of tensors to a row of floats: the entries with index k, or the tensors () themselves."""
     return {name: float(x if k is None else x[k]) for name, x in table.items()}
 
 
 def proposition(found):
-    """Proposition 1 with the raw signs of whole trajectories and of the paper's chunks; errors over prompts."""
+    """Yield the distances of Proposition 1 for whole trajectories and for each of the paper's chunks.
+
+    They use the raw signs; standard errors are over prompts.
+    """
     step, _ = step_advantages(found["branches"].flatten(0, 1))
     count, group = found["score"].shape
     advantage = (found["score"] - found["score"].mean(1, keepdim=True)).flatten()
@@ -160,7 +171,7 @@ def proposition(found):
 
 
 def gradients(found):
-    """Cosine and variance of every estimator, over all transitions and over the first three chunks."""
+    """Yield cosine and variance of every estimator, over all transitions and over the first three chunks."""
     gram = inner_products(found["gradients"])
     images = found["score"].shape[1]
     second = images * torch.stack([gram[k, 2, :, k, 2] for k in range(len(gram))]).mean(0)
@@ -168,17 +179,22 @@ def gradients(found):
         truth = (torch.arange(TRAINED) < last).double()
         base = None
         for name, row, chunks, w, count in estimators(last):
-            w, extra = torch.cat([w.double(), torch.zeros(TRAINED - last)]), 0.0
+            w = torch.cat([w.double(), torch.zeros(TRAINED - last)])
+            extra = 0.0
             if chunks is not None:
-                own = w[:last] / step_weights(chunks)  # what stands beside the chunks' own weights
+                relative_weights = w[:last] / step_weights(
+                    chunks
+                )  # relative to the chunks' weights
                 extra = chunk_sampling_variance(
-                    second[:last, :last] * own[:, None] * own, chunks, count
+                    second=second[:last, :last] * relative_weights[:, None] * relative_weights,
+                    chunks=chunks,
+                    count=count,
                 )
             if name.endswith("noise"):
                 extra = -alignment_with_errors(
                     weighted_inner_products(gram, truth, truth, row=3), images
                 )["variance"]
-            # by_theorem: expectation from set 1, (c) of notebook measurements/gradient_bias
+            # by_theorem: expectation from set 1, (c) of the page gradient-bias
             shrink = 1.0 if row else (images - 1) / images
             tables = [
                 weighted_inner_products(gram, w, truth, row, mean) for mean in (None, (1, shrink))
@@ -186,7 +202,7 @@ def gradients(found):
             base = tables[1] if base is None else base
             direct, theorem = (alignment_with_errors(x, images, extra, MANY) for x in tables)
             ratio, ratio_se = jackknife_error(
-                lambda p, x=(tables[1], base, extra): relative(p, images, *x), len(gram)
+                lambda p, x=(tables[1], base, extra): relative_images(p, images, *x), len(gram)
             )
             yield {
                 "transitions": last,
@@ -200,14 +216,17 @@ def gradients(found):
             }
 
 
-def relative(keep, images, tables, base, extra):
-    """Images needed, as a multiple of those that steps need."""
+def relative_images(keep, images, tables, base, extra):
+    """Compute the number of images that an estimator needs, relative to that of steps, from the blocks in `keep`."""
     one, other = (x[:, keep][:, :, keep] for x in (tables, base))
     return alignment_statistics(one, images, extra)[4] / alignment_statistics(other, images)[4]
 
 
 def estimators(last):
-    """Name, set of coefficients, chunks, weights and chunks trained of every estimator of the first transitions."""
+    """Yield the estimators for the first `last` transitions.
+
+    Each is a tuple of its name, its set of coefficients, its chunks, its weights and its number of trained chunks.
+    """
     paper = Chunks(PAPER.sizes if last == TRAINED else PAPER.sizes[:3])
     steps = Chunks.steps(last)
     equal = {f"equal {c}": Chunks.equal(last, c) for c in (2, 3, 4, 8, 16) if last % c == 0}
@@ -232,7 +251,7 @@ TABLES = {"signs": signs, "states": states, "proposition": proposition, "gradien
 
 
 def main():
-    """Measure, print, and write where --out says."""
+    """Measure all prompts, print the tables, and write them to the file given by --out."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     for name, default in (("prompts", 30), ("images", 12), ("branches", 4)):
         parser.add_argument(f"--{name}", type=int, default=default)
@@ -243,9 +262,8 @@ def main():
     size = {"resolution": pocket.IMAGE_SIZE, "max_tokens": pocket.MAX_TOKENS}
     policy = trainable.load_trainable_policy("pocket", **size, lora_rank=RANK)
     named = policy.transformer.named_parameters()
-    policy.trained = [
-        p for name, p in named if "lora_B" in name
-    ]  # they start at zero, so the others' gradient is zero
+    # These factors start at zero, so the gradient of the other factors is zero.
+    policy.trained = [p for name, p in named if "lora_B" in name]
     parts = Path(f"{chosen.out}.parts") if chosen.out else Path("ground_truth.parts")
     parts.mkdir(parents=True, exist_ok=True)
     found = collect(policy, chosen, [chosen.sampler] if chosen.sampler else list(ETA), parts)
@@ -285,10 +303,10 @@ def main():
             "lora_rank": RANK,
             "many": MANY,
         }
-        for row in (
-            row for rows in tables.values() for row in rows
-        ):  # null where noise left nothing to divide by
-            row |= {name: None for name, value in row.items() if value != value}
+        # JSON has no nan, which appears if noise leaves no variance to divide by.
+        for rows in tables.values():
+            for row in rows:
+                row |= {name: None for name, value in row.items() if value != value}
         write_json(Path(chosen.out), sizes | about | where | tables)
     shutil.rmtree(parts)
 

@@ -1,13 +1,12 @@
-"""Seconds an image of every row of the table of methods, where calls cost most and where arithmetic does.
+"""Seconds per image of each row of the table of methods, on a model with much overhead and on one with much arithmetic.
 
     python research/method_costs.py --out runs/results/benchmarks/method_costs.json [--methods steps,fast] [--workers 5]
 
-Every row trains two iterations on the pocket model and on a FLUX of middle size with random weights, on a CPU, with
-one thread; the second iteration counts. The rows are dealt to workers, each pinned to a core of its own, and each
-worker begins and ends with `steps` at each size, which says what the cores and the minutes differ by. The orders of
-DanceGRPO, GCPO and Flow-GRPO follow in one more worker. The machine must do nothing else: with 5 workers on 16 cores
-or with 2 on 2 it takes a quarter of an hour. What is measured is written as it comes, and shown on
-nbs/findings/methods.ipynb.
+Every row trains two iterations on the pocket model and on a medium-sized FLUX with random weights, on a CPU with one
+thread; the second iteration counts. The rows are divided among workers, each pinned to its own core. Each worker
+measures `steps` first and last at each size, which shows how much cores and times differ. One more worker measures the
+orders of DanceGRPO, GCPO and Flow-GRPO. The machine must do nothing else: with 5 workers on 16 cores, or 2 on 2, it
+takes a quarter of an hour. Results are written as they are measured, and shown on nbs/findings/methods.ipynb.
 """
 
 import argparse
@@ -59,19 +58,22 @@ SIZES = {
         "update_batch": 8,
     },
 }
-FEWER = {"tempflow-seeds": {"sharing": "seeds:2"}}  # where a group has four images
+FEWER = {"tempflow-seeds": {"sharing": "seeds:2"}}  # for groups of four images
 
 
-def looked_at() -> dict[str, dict]:
-    """The arms of the looks at the table, each with what it changes."""
-    found = {}
+def compared_arms() -> dict[str, dict]:
+    """Return the arms of the preliminary comparisons with the settings that they change, keyed by arm."""
+    arms = {}
     for folder in ("methods", "more-methods", "self-opd"):
-        found |= read_settings_file(LOOKS / folder / "study.yaml")["arms"]
-    return found
+        arms |= read_settings_file(LOOKS / folder / "study.yaml")["arms"]
+    return arms
 
 
-def save_middle(folder: Path) -> str:
-    """A pipeline's folder: pocket's encoders and tokenizers, a FLUX of middle size and a small VAE with random weights."""
+def save_medium_pipeline(folder: Path) -> str:
+    """Save a pipeline with a medium-sized FLUX, and return its folder.
+
+    It has the pocket model's encoders and tokenizers; the transformer and a small VAE have random weights.
+    """
     torch.manual_seed(0)
     encoders = FluxPipeline.from_pretrained(pocket_model_path())
     config = MIDDLE | {
@@ -84,7 +86,10 @@ def save_middle(folder: Path) -> str:
 
 
 def train_row(base: dict, changes: dict) -> dict:
-    """Images and seconds an image of the second iteration: of drawing and training, of decoding, of scoring."""
+    """Train two iterations, and return the images of the second one and its seconds per image.
+
+    The key work is for sampling and training; decode and reward are separate.
+    """
     with tempfile.TemporaryDirectory() as tmp:
         settings = load_settings(base, changes)
         line = run_folder.read_metrics(launch.train(settings, Path(tmp) / "run", processes=1)).iloc[
@@ -98,8 +103,8 @@ def train_row(base: dict, changes: dict) -> dict:
 
 
 def measure_orders(base: dict, middle: bool, repeats: int) -> dict[str, float]:
-    """Seconds an image of the four orders of one iteration on this grid."""
-    few = [
+    """Measure the four orders of one iteration, and return their seconds per image, keyed by order."""
+    changes = [
         f"{name}={base[name]}"
         for name in (
             "prompts_per_iteration",
@@ -111,58 +116,58 @@ def measure_orders(base: dict, middle: bool, repeats: int) -> dict[str, float]:
         )
     ]
     settings = load_workload_settings(
-        "flux-size" if middle else "pocket", [*few, "dtype=float32", "shared_noise=false"]
+        "flux-size" if middle else "pocket", [*changes, "dtype=float32", "shared_noise=false"]
     )
     found = orders.measure(settings, repeats, say, configs=(MIDDLE, FEW) if middle else ())
     return {name: sum(each.values()) / found["images"] for name, each in found["orders"].items()}
 
 
-def work(words: list[str], out: Path) -> None:
-    """Measure these rows, or the orders where there are none, at both sizes; in a process pinned to a core."""
-    arms = looked_at()
+def run_worker(names: list[str], out: Path) -> None:
+    """Measure some rows at both sizes, or the orders if there are no names; runs in a process pinned to a core."""
+    arms = compared_arms()
     found = {"rows": {size: [] for size in SIZES}, "orders": {}}
     with tempfile.TemporaryDirectory() as tmp:
         plain = read_settings_file(LOOKS / "methods" / "base.yaml")
         bases = {size: plain | SHORT | changes for size, changes in SIZES.items()}
-        bases[MIDDLE_SIZE]["model"] = save_middle(Path(tmp) / "middle")
+        bases[MIDDLE_SIZE]["model"] = save_medium_pipeline(Path(tmp) / "middle")
         for size, base in bases.items():
-            for name in words:
+            for name in names:
                 fewer = FEWER.get(name, {}) if base["images_per_prompt"] == 4 else {}
                 cost = train_row(base, arms[name] | fewer)
                 found["rows"][size].append({"method": name, **cost})
                 write_json(out, found)
-                say(f"{size}, {name}: {cost['work']:.3g} s an image")
-            if not words:
+                say(f"{size}, {name}: {cost['work']:.3g} s per image")
+            if not names:
                 found["orders"][size] = measure_orders(base, size == MIDDLE_SIZE, 3)
                 write_json(out, found)
 
 
 def main():
-    """Deal the rows to workers and write what they found."""
+    """Start the workers, and write their results while they run."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--methods", default="", help="these rows alone, such as steps,fast")
+    parser.add_argument("--methods", default="", help="only these rows, such as steps,fast")
     parser.add_argument(
-        "--workers", type=int, default=1, help="processes, each on a core of its own"
+        "--workers", type=int, default=1, help="number of processes, each pinned to its own core"
     )
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--inside", help=argparse.SUPPRESS)
     a = parser.parse_args()
     if a.inside is not None:
         torch.set_num_threads(1)
-        work([*filter(None, a.inside.split(","))], a.out)
+        run_worker([*filter(None, a.inside.split(","))], a.out)
         return
-    arms = looked_at()
+    arms = compared_arms()
     asked = [*filter(None, a.methods.split(","))]
     if unknown := set(asked) - set(arms):
         print(
-            f"--methods must be of {', '.join(arms)}; got {', '.join(sorted(unknown))}",
+            f"--methods must be among {', '.join(arms)}; got {', '.join(sorted(unknown))}",
             file=sys.stderr,
         )
         sys.exit(2)
     rest = [name for name in asked or arms if name != "steps"]
-    dealt = [["steps", *rest[n :: a.workers], "steps"] for n in range(a.workers)] + [[]]
+    shares = [["steps", *rest[n :: a.workers], "steps"] for n in range(a.workers)] + [[]]
     about = {
         "threads": 1,
         "machine": machine.machine_info(),
@@ -174,12 +179,13 @@ def main():
     running = {}
     codes = []
     with tempfile.TemporaryDirectory() as tmp:
-        parts = [Path(tmp) / f"{n}.json" for n in range(len(dealt))]
-        waiting = list(zip(dealt, parts, strict=True))
+        parts = [Path(tmp) / f"{n}.json" for n in range(len(shares))]
+        waiting = list(zip(shares, parts, strict=True))
         while waiting or running:
             for core in [core for core, child in running.items() if child.poll() is not None]:
                 codes.append(running.pop(core).returncode)
-            for core in [core for core in reversed(cores) if core not in running][: len(waiting)]:
+            free_cores = [core for core in reversed(cores) if core not in running]
+            for core in free_cores[: len(waiting)]:
                 names, part = waiting.pop(0)
                 command = [
                     sys.executable,

@@ -1,8 +1,8 @@
-"""The same iteration in the orders of other code, beside ours: image by image, transition by transition, in batches.
+"""The same iteration in this package's order and in the orders of other code, with equal gradients.
 
-DanceGRPO draws image by image and trains transition by transition; GCPO's code draws so and trains chunk by chunk;
-Flow-GRPO draws and trains three at a time. Each must leave the gradient that ours leaves. `research/speed.py` and
-`research/method_costs.py` measure them; nbs/findings/speed.ipynb shows what they found.
+DanceGRPO samples image by image and trains transition by transition. GCPO's code also samples image by image, and trains
+chunk by chunk. Flow-GRPO samples and trains three at a time. Each order must give the gradient of ours.
+`research/speed.py` and `research/method_costs.py` measure the orders; nbs/findings/speed.ipynb shows the results.
 """
 
 from collections.abc import Sequence
@@ -36,8 +36,8 @@ ORDERS = {
 
 
 @torch.no_grad()
-def draw_one_by_one(b: Workload) -> Trajectories:
-    """The trajectories of a rollout, image by image."""
+def sample_one_by_one(b: Workload) -> Trajectories:
+    """Sample the trajectories of a rollout image by image."""
     start = initial_noise(b.policy, b.keys, b.settings.shared_noise).to(b.policy.device)
     parts = []
     for i in range(len(b.keys)):
@@ -57,72 +57,89 @@ def draw_one_by_one(b: Workload) -> Trajectories:
 
 
 def list_transitions(b: Workload, paths: Trajectories) -> list[list[tuple[int, int, float]]]:
-    """The transitions that an update trains, a list a chunk: image, transition, weight in the objective."""
+    """List the transitions that an update trains, one list per chunk.
+
+    Each is a tuple of the image's index, the transition's index and its weight in the objective.
+    """
     chosen = b.sample_chunks(paths)
-    every = range(b.chunks.transitions)
-    inside = [
-        (image, every[b.chunks.slices[chunk]])
-        for image, row in enumerate(chosen.tolist())
-        for chunk in row
-    ]
-    return [[(image, i, 1 / len(part) / chosen.numel()) for i in part] for image, part in inside]
+    steps = range(b.chunks.transitions)
+    transitions = []
+    for image, row in enumerate(chosen.tolist()):
+        for chunk in row:
+            in_chunk = steps[b.chunks.slices[chunk]]
+            weight = 1 / len(in_chunk) / chosen.numel()
+            transitions.append([(image, i, weight) for i in in_chunk])
+    return transitions
 
 
 def accumulate_batched(
     b: Workload, paths: Trajectories, batches: Sequence[Sequence[tuple[int, int, float]]]
 ) -> None:
-    """Leave the gradient of minus (13) in the weights, on-policy, with one forward and backward a batch of transitions."""
+    """Accumulate the on-policy gradient of minus (13), with one forward and backward pass per batch of transitions."""
     b.policy.transformer.zero_grad()
     for batch in batches:
         image, i, weight = map(torch.tensor, zip(*batch, strict=True))
         rows = {k: v[paths.prompt_index[image]] for k, v in b.conditioning.items()}
-        now, then = (paths.latents[image, j].float().to(b.policy.device) for j in (i, i + 1))
-        velocity = b.policy.velocity(
-            now, compute_network_sigma(b.policy, b.sampler.sigmas[i]), rows
+        current, following = (
+            paths.latents[image, j].float().to(b.policy.device) for j in (i, i + 1)
         )
-        logp = b.sampler.log_prob(then, *b.sampler.mean_std(velocity, now, i))
-        ratio = (
-            logp - logp.detach()
-        ).exp()  # on-policy: 1, with the gradient of the new log-probability
+        velocity = b.policy.velocity(
+            current, compute_network_sigma(b.policy, b.sampler.sigmas[i]), rows
+        )
+        log_prob = b.sampler.log_prob(following, *b.sampler.mean_std(velocity, current, i))
+        # On-policy, the ratio is 1 and has the gradient of the new log-probability.
+        ratio = (log_prob - log_prob.detach()).exp()
         (-(weight * b.advantage[image]).to(b.policy.device) * ratio).sum().backward()
 
 
 def gradient_difference(b: Workload, ours: Tensor) -> float:
-    """How far the gradient in the weights is from ours, relative; RuntimeError where that is too far."""
+    """Return the relative difference of the accumulated gradient from ours; raise RuntimeError if it is too large."""
     error = ((ours - b.gradient()).norm() / ours.norm()).item()
     if not error <= GRADIENT_TOLERANCE[b.settings.dtype]:
-        raise RuntimeError(f"the gradients of two orders differ by {error:.1e}, relative")
+        raise RuntimeError(
+            f"the gradients of two orders must agree; their relative difference is {error:.1e}"
+        )
     return error
 
 
 def measure(settings: Settings, repeats: int = 3, say=lambda text: None, configs=()) -> dict:
-    """`measure_iteration` with the other orders in turn, and with the memory of the two passes."""
-    errors, spent, kept = [], {}, []
+    """Measure an iteration as `measure_iteration` does, in all orders, and the memory of an update in two passes.
 
-    def beside(b: Workload, paths: Trajectories, timed) -> None:
+    Adds the keys orders, gradient_error and two_pass_bytes to the result of `measure_iteration`. Raises RuntimeError if
+    the gradients of two orders differ.
+    """
+    errors = []
+    workloads = []
+
+    def measure_other_orders(b: Workload, paths: Trajectories, timed) -> None:
+        """Time the other orders on the same workload."""
+
         def order(name, call):
+            """Time a call, and compare its gradient if it is an update."""
             timed(name, call)
             if name.endswith("update"):
                 errors.append(gradient_difference(b, ours))
 
-        kept[:] = [b]
+        workloads[:] = [b]
         ours = b.gradient()
         chunks = list_transitions(b, paths)
-        each = [transition for chunk in chunks for transition in chunk]
-        threes = [each[n : n + 3] for n in range(0, len(each), 3)]
+        transitions = [transition for chunk in chunks for transition in chunk]
+        threes = [transitions[n : n + 3] for n in range(0, len(transitions), 3)]
         few = replace(
             b, settings=b.settings.model_copy(update={"rollout_batch": 3, "shared_noise": False})
         )
         with torch.compiler.set_stance("force_eager"):
-            order("reference rollout", lambda: draw_one_by_one(b))
-            order("reference update", lambda: accumulate_batched(b, paths, [[one] for one in each]))
+            order("reference rollout", lambda: sample_one_by_one(b))
             order(
-                "GCPO update", lambda: accumulate_batched(b, paths, chunks)
-            )  # drawn as the reference
+                "reference update",
+                lambda: accumulate_batched(b, paths, [[one] for one in transitions]),
+            )
+            # GCPO samples like the reference.
+            order("GCPO update", lambda: accumulate_batched(b, paths, chunks))
             order("Flow-GRPO rollout", few.rollout)
             order("Flow-GRPO update", lambda: accumulate_batched(b, paths, threes))
 
-    found = speed.measure_iteration(settings, repeats, say, beside, configs)
+    found = speed.measure_iteration(settings, repeats, say, measure_other_orders, configs)
     spent = {name: phase["seconds"] for name, phase in found["phases"].items()}
     found["phases"] = {
         name: phase | {"reference_seconds": spent.get(f"reference {name}")}
@@ -133,22 +150,31 @@ def measure(settings: Settings, repeats: int = 3, say=lambda text: None, configs
         order: {"rollout": spent[rollout], "update": spent[update]}
         for order, (rollout, update) in ORDERS.items()
     }
-    return found | {"gradient_error": max(errors), "two_pass_bytes": measure_two_passes(kept[0])}
+    return found | {
+        "gradient_error": max(errors),
+        "two_pass_bytes": measure_two_passes(workloads[0]),
+    }
 
 
 def measure_two_passes(b: Workload) -> dict[str, int | None]:
-    """Bytes at most of an update of two images, in chunks of one and of the longest; None where it does not fit."""
+    """Return the peak memory in bytes of an update of two images, with chunks of 1 and with the longest chunk.
+
+    A value is None if the update runs out of memory.
+    """
     paths = b.rollout()
     longest = max(b.chunks.sizes)
     context = ReplayContext(b.policy, b.conditioning, paths)
     method = Method(b.settings)
 
     def peak(
-        chosen: Tensor, chunks: Chunks, limit: int
-    ) -> int | None:  # (B, k), and transitions in one forward
+        chosen: Tensor,  # numbers of the trained chunks, (B, k)
+        chunks: Chunks,
+        limit: int,  # number of transitions in one forward pass
+    ) -> int | None:
+        """Return the peak memory of an update, in bytes; None if it runs out of memory."""
         work = build_update_batch(torch.arange(min(2, len(b.keys))), chosen, chunks, limit)
         old = paths.log_probs[work.image, work.step].to(b.policy.device)
-        for p in b.policy.trained:  # gradients are there before, and the same in all ways
+        for p in b.policy.trained:  # gradients are allocated before, so no measurement counts them
             p.grad = torch.zeros_like(p)
         try:
             return speed._measure_peak_bytes(

@@ -1,10 +1,10 @@
-"""Write down, from the history, which plan the runs of each study could have followed.
+"""Find out from the git history which plan the runs of each study can have followed.
 
     python research/plans.py       writes runs/results/verdict/plans.json
 
-A kept row names the commit of the code that made it. For every study and commit this looks up the plan (study.yaml and
-base.yaml) at that commit, and the commit that brought the rows. A plan can be shown to be older than its runs only
-where the runs' own commit already holds it, word for word.
+A stored row names the commit of the code that made it. For every study and commit, this program looks up the plan
+(study.yaml and base.yaml) at that commit, and the commit that added the rows. A plan is provably older than its runs
+only if the commit of the runs already contains it byte for byte.
 """
 
 import hashlib
@@ -19,18 +19,18 @@ FILES = ("study.yaml", "base.yaml")
 
 
 def git(*words: str) -> subprocess.CompletedProcess:
-    """A git command in this repository."""
+    """Run a git command in this repository."""
     return subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, check=False)
 
 
 def blob(commit: str, path: str) -> bytes | None:
-    """A file at a commit; None where it is not there."""
-    found = git("show", f"{commit}:{path}")
-    return found.stdout if found.returncode == 0 else None
+    """Return the content of a file at a commit; None if there is no such file."""
+    done = git("show", f"{commit}:{path}")
+    return done.stdout if done.returncode == 0 else None
 
 
-def moment(commit: str) -> str:
-    """When a commit was made."""
+def commit_time(commit: str) -> str:
+    """Return the time of a commit, such as 2026-01-31 12:00."""
     return (
         git("show", "-s", "--date=format:%Y-%m-%d %H:%M", "--format=%cd", commit)
         .stdout.decode()
@@ -38,28 +38,28 @@ def moment(commit: str) -> str:
     )
 
 
-def keys(text: bytes) -> set[tuple]:
-    """Arm, seed and commit of every row of a .jsonl file."""
+def row_keys(text: bytes) -> set[tuple]:
+    """Return arm, seed and commit of every row of a .jsonl file."""
     return {
         (row["arm"], row["seed"], row["git_commit"]) for row in map(json.loads, text.splitlines())
     }
 
 
 def plan_entries(name: str) -> list[dict]:
-    """An entry for each commit that the rows of a study name."""
-    kept = f"runs/results/studies/{name}.jsonl"
-    rows = keys((ROOT / kept).read_bytes())
-    commits = git("log", "--reverse", "--format=%H", "--", kept).stdout.decode().split()
-    held = {commit: keys(blob(commit, kept) or b"") for commit in commits}
+    """Return an entry for each commit that the rows of a study name."""
+    file = f"runs/results/studies/{name}.jsonl"
+    rows = row_keys((ROOT / file).read_bytes())
+    commits = git("log", "--reverse", "--format=%H", "--", file).stdout.decode().split()
+    rows_at = {commit: row_keys(blob(commit, file) or b"") for commit in commits}
     by_commit = defaultdict(set)
-    out = []
+    entries = []
     for row in rows:
         by_commit[row[2]].add(row)
-    for named, mine in sorted(by_commit.items()):
-        brought = next(commit for commit in commits if mine <= held[commit])
+    for named, named_rows in sorted(by_commit.items()):
+        added = next(commit for commit in commits if named_rows <= rows_at[commit])
         before, after = (
             {file: blob(commit, f"runs/pocket/studies/{name}/{file}") for file in FILES}
-            for commit in (named.removesuffix("-dirty"), brought)
+            for commit in (named.removesuffix("-dirty"), added)
         )
         states = {
             file: "absent"
@@ -69,14 +69,14 @@ def plan_entries(name: str) -> list[dict]:
             else "another"
             for file in FILES
         }
-        out.append(
+        entries.append(
             {
                 "study": name,
-                "runs": len(mine),
+                "runs": len(named_rows),
                 "code": named,
-                "code_at": moment(named.removesuffix("-dirty")),
-                "brought_by": brought,
-                "brought_at": moment(brought),
+                "code_at": commit_time(named.removesuffix("-dirty")),
+                "brought_by": added,
+                "brought_at": commit_time(added),
                 "plan_at_code": states,
                 "shown": set(states.values()) == {"the same"} and not named.endswith("-dirty"),
                 "plan_sha256": hashlib.sha256(
@@ -84,11 +84,11 @@ def plan_entries(name: str) -> list[dict]:
                 ).hexdigest(),
             }
         )
-    return out
+    return entries
 
 
 def main() -> int:
-    """Write the file."""
+    """Write plans.json for all studies with stored rows, and print its entries."""
     names = sorted(path.stem for path in (ROOT / "runs/results/studies").glob("*.jsonl"))
     found = [entry for name in names for entry in plan_entries(name)]
     out = ROOT / "runs/results/verdict/plans.json"

@@ -1,9 +1,9 @@
-"""How much of a profile's variation is the prompt's: the base model, many prompts, several samplers.
+"""The share of a profile's variation that depends on the prompt: the base model, many prompts, several samplers.
 
     python research/profile_shares.py [--prompts 48] [--images 4] [--out FILE.json]
 
-Shares (a) and (b) of the notebook measurements/profiles over the 16 trained transitions of T 17; standard errors by
-leaving out one prompt at a time, intervals of 95% from the t distribution.
+Shares (a) and (b) of the notebook measurements/profiles over the 16 trained transitions of T 17; standard errors are
+jackknife errors over prompts, and 95% intervals use the t distribution.
 """
 
 import argparse
@@ -22,19 +22,18 @@ from chunk_grpo.theory.sampler import Sampler
 from chunk_grpo.theory.schedule import sigmas
 
 
-def shares(distance):
-    """Shares of the variation, and the interval of what is the prompt's beyond chance."""
+def shares_with_interval(
+    distance: torch.Tensor,  # (prompts, images, transitions)
+) -> dict[str, float]:
+    """Compute the `variance_shares`, and the standard error and 95% interval of the share prompt_only."""
     found = variance_shares(distance)
     count = len(distance)
-    left = torch.stack(
-        [
-            torch.tensor(
-                variance_shares(torch.cat([distance[:p], distance[p + 1 :]]))["prompt_only"]
-            )
-            for p in range(count)
-        ]
-    ).double()
-    error = float(((count - 1) * left.var(correction=0)).sqrt())
+    leave_one_out = []
+    for p in range(count):
+        others = torch.cat([distance[:p], distance[p + 1 :]])
+        leave_one_out.append(torch.tensor(variance_shares(others)["prompt_only"]))
+    estimates = torch.stack(leave_one_out).double()
+    error = float(((count - 1) * estimates.var(correction=0)).sqrt())
     half = float(stats.t.ppf(0.975, count - 1)) * error
     return found | {
         "se": error,
@@ -44,7 +43,7 @@ def shares(distance):
 
 
 def main():
-    """Measure, print, and write what was asked for."""
+    """Measure all samplers, print the shares, and write them to the file given by --out."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -64,7 +63,7 @@ def main():
             policy, texts, chosen, a.images, a.seed, Sampler(grid, kind, eta), a.batch
         )
         for name, distance in found.items():
-            row = shares(distance[..., :16])
+            row = shares_with_interval(distance[..., :16])
             rows.append({"sampler": kind, "eta": eta, "distance": name} | row)
             print(
                 f"{kind:6}{name:8}" + "  ".join(f"{k} {x:.4f}" for k, x in row.items()), flush=True

@@ -1,12 +1,12 @@
-"""What an iteration takes, what each lever of speed gives, how cost grows: the numbers of nbs/findings/speed.ipynb.
+"""Measure the time of an iteration, the gain of each optimisation and the growth of cost, for nbs/findings/speed.ipynb.
 
     python research/speed.py --out runs/results/benchmarks/speed.json                        on two cores
     python research/speed.py --model flux-size --out runs/results/benchmarks/speed_gpu.json  on a GPU
         [--repeats 5] [--parts profile,iteration,orders,levers,growth,ranks] [NAME=VALUE ...]
 
-Before and after of a lever are measured in turn, in one process, and medians are compared. NAME=VALUE changes settings
-of the workload, as in `chunk-grpo speed`. Takes some ten minutes, and a machine that does nothing else; each part is
-written when it is done.
+The two sides of an optimisation are measured alternately in one process, and their medians are compared. NAME=VALUE
+changes settings of the workload, as in `chunk-grpo speed`. It takes about ten minutes and needs a machine that does
+nothing else; each part is written when it is finished.
 """
 
 import argparse
@@ -67,7 +67,7 @@ AT_256_IN_GROUPS = [
     "update_batch=8",
 ]
 
-RANKS = {  # what a training of `ranks` changes in pocket/demo
+RANKS = {  # settings that `measure_processes` changes in pocket/demo
     "eval_every": 0,
     "eval_count": 2,
     "eval_steps": 1,
@@ -76,19 +76,20 @@ RANKS = {  # what a training of `ranks` changes in pocket/demo
 
 
 def say(text):
-    """Progress."""
+    """Print a status line to the error stream."""
     print(text, file=sys.stderr, flush=True)
 
 
 def median(function, device, repeats):
-    """Median seconds of a call, after one that does not count."""
+    """Return the median seconds of a call, after a first call that does not count."""
     function()
     return statistics.median(speed.time_call(function, device)[1] for _ in range(repeats))
 
 
-def in_turn(before, after, device, repeats):
-    """Median seconds of two calls, each measured after the other."""
-    (before(), after())
+def alternate(before, after, device, repeats):
+    """Return the median seconds of two calls that are measured alternately."""
+    before()
+    after()
     spent = [
         (speed.time_call(before, device)[1], speed.time_call(after, device)[1])
         for _ in range(repeats)
@@ -97,15 +98,18 @@ def in_turn(before, after, device, repeats):
 
 
 def with_settings(b, **changes):
-    """The same workload with other settings."""
+    """Return the workload with changed settings."""
     return dataclasses.replace(b, settings=b.settings.model_copy(update=changes))
 
 
 # -------------------------------------------------------------------------------------------------- where the time goes
 
 
-def profiled(b):
-    """Operations by the device's own time, the largest first: name, share, calls."""
+def profile_operations(b):
+    """Profile rollout and update, and return rows with operation, share and calls, keyed by phase.
+
+    Rows are sorted by the device's own time; the last one counts reads of a value from a tensor.
+    """
     kinds = [torch.profiler.ProfilerActivity.CPU]
     kinds += [torch.profiler.ProfilerActivity.CUDA] if b.policy.device.type == "cuda" else []
     found = {}
@@ -130,48 +134,58 @@ def profiled(b):
 # -------------------------------------------------------------------------------------------------------------- levers
 
 
-def eager(b, call):
-    """The call without what is compiled, and what else is as it is."""
+def without_compilation(b, call):
+    """Return a function that runs the call without compiled blocks and otherwise unchanged."""
 
-    def run():
+    def run_eagerly():
+        """Run the call with compilation switched off."""
         with torch.compiler.set_stance("force_eager"):
             b.policy.compiled = False
             call()
             b.policy.compiled = True
 
-    return run
+    return run_eagerly
 
 
-def levers(b, repeats):
-    """A row a change: what was expected, seconds before and after."""
+def measure_optimisations(b, repeats):
+    """Measure each optimisation, and return rows with change, expected gain, seconds before and after, and a note."""
     rows = []
     device = b.policy.device
     paths = b.rollout()
-    what = ReplayContext(b.policy, b.conditioning, paths)
+    context = ReplayContext(b.policy, b.conditioning, paths)
     every = torch.arange(len(b.keys))
     chosen = b.sample_chunks(paths)
     work = build_update_batch(every, chosen, b.chunks, b.settings.update_batch)
 
-    def row(change, expected, before, after, note=""):
-        was, is_ = in_turn(before, after, device, repeats)
+    def add_row(change, expected, before, after, note=""):
+        seconds_before, seconds_after = alternate(before, after, device, repeats)
         rows.append(
-            {"change": change, "expected": expected, "before": was, "after": is_, "note": note}
+            {
+                "change": change,
+                "expected": expected,
+                "before": seconds_before,
+                "after": seconds_after,
+                "note": note,
+            }
         )
-        say(f"{change}: {was:.3g} s, {is_:.3g} s, {was / is_:.2f} times")
+        say(
+            f"{change}: {seconds_before:.3g} s, {seconds_after:.3g} s, {seconds_before / seconds_after:.2f} times"
+        )
 
     def forward_backward(which=work, **given):
+        """Run the forward and backward passes of an update batch."""
         b.policy.transformer.zero_grad()
-        accumulate_gradients(what, which, b.advantage, Method(b.settings), **given)
+        accumulate_gradients(context, which, b.advantage, Method(b.settings), **given)
 
     one_image = with_settings(b, rollout_batch=1)
     no_chunk = with_settings(b, update_batch=1)
-    row(
+    add_row(
         "rollout: batches of images, not one",
         "several times as fast; a row of FLUX.1-dev fills a GPU alone",
         one_image.rollout,
         b.rollout,
     )
-    row(
+    add_row(
         "update: whole chunks in one forward, not one transition",
         "as the rollout",
         lambda: no_chunk.update(paths),
@@ -180,21 +194,21 @@ def levers(b, repeats):
     images = len(b.keys)
     prompts = len(b.prompts)
     saved = (images - prompts) / (images * b.settings.steps)
-    row(
+    add_row(
         "rollout: one first forward for the images of a prompt",
         f"{saved:.0%} less, the forwards that are left out",
         with_settings(b, shared_noise=False).rollout,
         with_settings(b, shared_noise=True).rollout,
     )
     share = 1 / 4 if not b.settings.lora_rank else 1 / 3
-    row(
+    add_row(
         "update: the old log-probability is the new one, detached",
         f"{share:.0%} less, a forward of its own",
-        lambda: forward_backward(old=compute_transition_stats(what, work, Method(b.settings))),
+        lambda: forward_backward(old=compute_transition_stats(context, work, Method(b.settings))),
         forward_backward,
     )
     half = build_update_batch(every[: images // 2], chosen, b.chunks, b.settings.update_batch)
-    row(
+    add_row(
         "update: half of the groups have no spread and are dropped",
         "50% less",
         forward_backward,
@@ -204,11 +218,12 @@ def levers(b, repeats):
     net = b.policy.transformer
 
     def checkpointed():
+        """Run the passes with gradient checkpointing."""
         net.enable_gradient_checkpointing()
         forward_backward()
         net.disable_gradient_checkpointing()
 
-    row(
+    add_row(
         "update: activations kept, not computed again",
         f"{share:.0%} less, the forward that is computed again",
         checkpointed,
@@ -228,7 +243,7 @@ def levers(b, repeats):
             with trainable.attention_backend("native"):
                 net.set_attention_backend("native")
 
-        row(
+        add_row(
             f"rollout: torch's own attention, not {name.removeprefix('_native_')}",
             "math writes all weights down; torch's own is the best",
             lambda other=other: other(b.rollout),
@@ -238,11 +253,12 @@ def levers(b, repeats):
     final = paths.latents[:, -1]
 
     def channels_last():
+        """Decode with the VAE in channels-last format."""
         b.policy.vae.to(memory_format=torch.channels_last)
         decode_latents(b.policy, final, b.settings.rollout_batch)
         b.policy.vae.to(memory_format=torch.contiguous_format)
 
-    row(
+    add_row(
         "decode: the VAE's channels last",
         "fewer conversions of layout; another order of sums",
         lambda: decode_latents(b.policy, final, b.settings.rollout_batch),
@@ -250,7 +266,7 @@ def levers(b, repeats):
         "not taken: images differ in the last digits, and kept runs would not be repeated bit for bit",
     )
     if b.scorers:
-        rows += with_reward(b, repeats)
+        rows += measure_reward_optimisations(b, repeats)
     count = torch.get_num_threads()
     if device.type == "cpu" and count > 1:
 
@@ -259,7 +275,7 @@ def levers(b, repeats):
             b.update(b.rollout())
             torch.set_num_threads(count)
 
-        row(
+        add_row(
             f"rollout and update: {count} threads, not one",
             "less than as many times: small matrices",
             alone,
@@ -271,43 +287,46 @@ def levers(b, repeats):
     seconds = speed.time_call(lambda: b.update(b.rollout()), device)[1]
     count = torch._dynamo.utils.counters["stats"]["unique_graphs"] - before
     note = f"compile: true; {count} compilations, {seconds:.0f} s with the first iteration, before that"
-    row(
+    add_row(
         "rollout: compiled blocks",
         "what lies between the matrices is fused: a fifth to a half less",
-        eager(b, b.rollout),
+        without_compilation(b, b.rollout),
         b.rollout,
         note,
     )
-    row(
+    add_row(
         "update: compiled blocks",
         "as the rollout",
-        eager(b, forward_backward),
+        without_compilation(b, forward_backward),
         forward_backward,
         note,
     )
     return rows
 
 
-def with_reward(b, repeats):
-    """Embeddings from disk, and scores while the policy draws."""
+def measure_reward_optimisations(b, repeats):
+    """Measure prompt embeddings from disk, and scoring during the rollout; returns rows like `measure_optimisations`."""
     rows = []
     texts = [b.prompts[i] for i in b.prompt_index.tolist()]
     (reward,) = b.scorers.values()  # the shipped settings have one reward
     scorers = {"reward": reward}
 
-    def fresh():
+    def encode_from_scratch():
+        """Load the text encoders and encode the prompts."""
         with prompt_embeds.lazy_prompt_encoder(b.policy) as encode:
             encode(b.prompts)
 
-    def in_order():
+    def score_afterwards():
+        """Sample all images, then decode and score them."""
         paths = b.rollout()
-        drawn = decode_latents(b.policy, paths.latents[:, -1], b.settings.rollout_batch)
-        rewards.score_images("reward", reward, drawn, texts)
+        images = decode_latents(b.policy, paths.latents[:, -1], b.settings.rollout_batch)
+        rewards.score_images("reward", reward, images, texts)
 
-    def beside():
+    def score_during_rollout():
+        """Decode and score each batch while the next one is sampled."""
         settings = b.settings
         with ThreadPoolExecutor(1) as executor:
-            arriving = StreamingScores(executor, scorers, texts, settings.rollout_batch)
+            streaming = StreamingScores(executor, scorers, texts, settings.rollout_batch)
             sample_trajectories(
                 policy=b.policy,
                 conditioning=b.conditioning,
@@ -316,40 +335,48 @@ def with_reward(b, repeats):
                 options=RolloutOptions(
                     b.sampler, batch_size=settings.rollout_batch, shared_noise=settings.shared_noise
                 ),
-                on_batch=lambda final: arriving.add(
+                on_batch=lambda final: streaming.add(
                     decode_latents(b.policy, final, settings.rollout_batch)
                 ),
             )
-            arriving.scores()
+            streaming.scores()
 
     pairs = [
         (
             "encode: embeddings from disk, the encoders not loaded",
             "nearly all of it",
-            fresh,
+            encode_from_scratch,
             lambda: b.policy.encode(b.prompts),
         ),
         (
             "rollout to scores: scored while the next batch is drawn",
             "nothing where both want the same cores",
-            in_order,
-            beside,
+            score_afterwards,
+            score_during_rollout,
         ),
     ]
     for change, expected, before, after in pairs:
-        was, is_ = in_turn(before, after, b.policy.device, repeats)
+        seconds_before, seconds_after = alternate(before, after, b.policy.device, repeats)
         rows.append(
-            {"change": change, "expected": expected, "before": was, "after": is_, "note": ""}
+            {
+                "change": change,
+                "expected": expected,
+                "before": seconds_before,
+                "after": seconds_after,
+                "note": "",
+            }
         )
-        say(f"{change}: {was:.3g} s, {is_:.3g} s, {was / is_:.2f} times")
+        say(
+            f"{change}: {seconds_before:.3g} s, {seconds_after:.3g} s, {seconds_before / seconds_after:.2f} times"
+        )
     return rows
 
 
 # -------------------------------------------------------------------------------------------------------------- growth
 
 
-def points(model):
-    """What grows, its values, and the settings of each."""
+def growth_points(model):
+    """Yield each quantity that grows, with a list of its values and the settings of each value."""
     large = model == "flux-size"
     prompts = (1, 2, 4) if large else (1, 2, 4, 8)
     lengths = (1, 2, 4, 8, 16)
@@ -368,10 +395,10 @@ def points(model):
     )
 
 
-def grown(model, repeats, changes):
-    """Seconds, operations and memory at each point."""
+def measure_growth(model, repeats, changes):
+    """Measure seconds, operations and memory at each point, and return lists of entries, keyed by quantity."""
     found = {}
-    for what, values in points(model):
+    for what, values in growth_points(model):
         found[what] = []
         for value, more in values:
             gc.collect()
@@ -398,8 +425,8 @@ def grown(model, repeats, changes):
     return found
 
 
-def both_orders(settings, repeats):
-    """The orders of other code beside ours on a model that is all overhead and on one that computes, one thread each."""
+def measure_orders(settings, repeats):
+    """Measure our order and those of other code on the pocket model and on a medium-sized FLUX, with one thread."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     middle = speed.load_workload_settings("flux-size", AT_256_IN_GROUPS)
@@ -411,8 +438,8 @@ def both_orders(settings, repeats):
     return found
 
 
-def ranks(iterations):
-    """Seconds of a training iteration with one and two processes of one thread each, and of one process with two."""
+def measure_processes(iterations):
+    """Measure a training iteration with one and two processes of one thread, and with one process of two threads."""
     found = []
     for processes, threads in ((1, 1), (2, 1), (1, 2)):
         settings = setting.load_settings(
@@ -440,7 +467,7 @@ def ranks(iterations):
 
 
 def main():
-    """Measure what was asked for and write it."""
+    """Measure the parts given by --parts, and write them to the file given by --out."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -462,8 +489,8 @@ def main():
         "git_commit": machine.current_git_commit(),
     }
 
-    def keep(**found):
-        """Write what is measured so far: a program that is ended keeps what came before."""
+    def save(**found):
+        """Add results and write all results so far, so that they survive if the program is stopped."""
         result.update(found)
         if a.out:
             write_json(Path(a.out), result)
@@ -471,25 +498,27 @@ def main():
     middle = speed.load_workload_settings("flux-size", AT_256)
     if "profile" in parts:
         say("profile")
-        shares = {a.model: profiled(speed.prepare_workload(settings))}
+        shares = {a.model: profile_operations(speed.prepare_workload(settings))}
         if a.model == "pocket":
-            shares["a FLUX of middle size"] = profiled(speed.prepare_workload(middle, MIDDLE, FEW))
-        keep(profile=shares)
+            shares["a FLUX of middle size"] = profile_operations(
+                speed.prepare_workload(middle, MIDDLE, FEW)
+            )
+        save(profile=shares)
     if "iteration" in parts:
-        keep(iteration=orders.measure(settings, a.repeats, say))
+        save(iteration=orders.measure(settings, a.repeats, say))
     if "orders" in parts and a.model == "pocket":
-        keep(orders=both_orders(settings, a.repeats))
+        save(orders=measure_orders(settings, a.repeats))
     if "growth" in parts:
-        keep(growth=grown(a.model, a.repeats, a.changes))
+        save(growth=measure_growth(a.model, a.repeats, a.changes))
     if "ranks" in parts and a.model == "pocket":
-        keep(ranks=ranks(2 + a.repeats))
+        save(ranks=measure_processes(2 + a.repeats))
     if "levers" in parts:  # the last, since they leave the policy compiled
-        keep(levers=levers(speed.prepare_workload(settings), a.repeats))
+        save(levers=measure_optimisations(speed.prepare_workload(settings), a.repeats))
         if a.model == "pocket":
             say("a FLUX of middle size")
-            keep(
+            save(
                 **{
-                    "levers of a middle size": levers(
+                    "levers of a middle size": measure_optimisations(
                         speed.prepare_workload(middle, MIDDLE, FEW), a.repeats
                     )
                 }

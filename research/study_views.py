@@ -1,4 +1,4 @@
-"""Views that single pages of nbs/findings have of a study: falls, splits, and what is lost and gained."""
+"""Computations on a study's rows for single pages of nbs/findings: falling curves, splits, and lost and gained objects."""
 
 from collections.abc import Mapping, Sequence
 
@@ -19,19 +19,25 @@ from chunk_grpo.studies.analysis import (
     pivot_by_seed,
 )
 
-FALL_LEVELS = {"start": 2.0, "peak": 4.0}  # level that a curve falls from -> standard errors
+FALL_LEVELS = {
+    "start": 2.0,
+    "peak": 4.0,
+}  # level below which a curve falls -> number of standard errors
 
 
 def find_lasting_fall(
-    values: np.ndarray,  # (n,) one number an iteration
+    values: np.ndarray,  # (n,), one number per iteration
     level: str = "start",  # start or peak
-    window: int = 5,  # w, iterations
-) -> int | None:  # the iteration, from 1, from which the curve stays below; None: never
-    """When a curve falls for good (a); InputError on another level or a curve shorter than two windows."""
+    window: int = 5,  # w, number of iterations in a mean
+) -> int | None:  # first iteration, from 1, from which the curve stays below the level; None: never
+    """Find the iteration from which a curve has fallen (a) below its start or its peak.
+
+    Raises InputError for another level, or if the curve is shorter than two windows.
+    """
     if level not in FALL_LEVELS or len(values) < 2 * window:
         raise InputError(
-            f"level: got {level!r} for {len(values)} iterations, allowed are {' and '.join(FALL_LEVELS)} "
-            f"for a curve of at least {2 * window}."
+            f"`level` must be {' or '.join(FALL_LEVELS)}, for a curve of at least {2 * window} iterations; got "
+            f"{level!r} for {len(values)} iterations"
         )
     means = pd.Series(values).rolling(window).mean().to_numpy()
     error = np.sqrt(np.nanmean(np.diff(values) ** 2) / 2) * np.sqrt(2 / window)
@@ -41,49 +47,51 @@ def find_lasting_fall(
 
 
 def peak_growth(
-    values: np.ndarray,  # (n,) such as the norm of the gradient at each iteration
-    window: int = 5,  # iterations
-) -> float:
-    """The largest mean over a window, as a multiple of the first one."""
+    values: np.ndarray,  # (n,), such as the norm of the gradient at each iteration
+    window: int = 5,  # number of iterations in a mean
+) -> float:  # nan if fewer than `window` values are finite
+    """Return the largest mean over a window as a multiple of the first one."""
     means = pd.Series(values[np.isfinite(values)]).rolling(window).mean().to_numpy()[window - 1 :]
     return float(means.max() / means[0]) if len(means) else float("nan")
 
 
 def split_step(
-    row: Mapping,
-    arm: str,  # of the evaluation: base, plain, hybrid, split-05 ...
-) -> int:  # step at which the base takes over
-    """The split of an arm of the evaluation."""
-    s = {**row["settings"], **row["evaluation"]}
-    named = {"base": 0, "plain": s["eval_steps"], "hybrid": s["hybrid_split"]}
+    row: Mapping,  # row of a finished run
+    arm: str,  # arm of the evaluation: base, plain, hybrid, split-05 ...
+) -> int:
+    """Return the step at which the base takes over in an arm of the evaluation."""
+    settings = {**row["settings"], **row["evaluation"]}
+    named = {"base": 0, "plain": settings["eval_steps"], "hybrid": settings["hybrid_split"]}
     return named[arm] if arm in named else int(arm.removeprefix("split-"))
 
 
 def gains_by_split(
-    rows: Sequence[Mapping],  # all evaluated on the same splits
-    reward: str,  # its name
-    arm: str,  # of the study
-) -> pd.DataFrame:  # a row a split, as of `t_intervals`
-    """The gain at every split, with its interval over seeds."""
-    mine = [row for row in rows if row["arm"] == arm]
-    places = {split_step(mine[0], name): name for name in mine[0]["scores"]}
-    gains = {split: gains_by_seed(mine, reward, places[split])[arm] for split in sorted(places)}
+    rows: Sequence[Mapping],  # rows of finished runs, all evaluated at the same splits
+    reward: str,  # name of a reward that was evaluated
+    arm: str,  # arm of the study
+) -> pd.DataFrame:  # a row per split, with the columns of `t_intervals`
+    """Compute the gain at every split, with its interval over seeds."""
+    runs = [row for row in rows if row["arm"] == arm]
+    arm_of_split = {split_step(runs[0], name): name for name in runs[0]["scores"]}
+    gains = {}
+    for split in sorted(arm_of_split):
+        gains[split] = gains_by_seed(runs, reward, arm_of_split[split])[arm]
     return t_intervals(pd.DataFrame(gains))
 
 
 @with_house_style
 def plot_split_curves(
-    rows: Sequence[Mapping],
-    rewards: Sequence[str],  # names; a panel each
+    rows: Sequence[Mapping],  # rows of finished runs
+    rewards: Sequence[str],  # names of rewards, one panel each
 ) -> Figure:
-    """The gain over the base at every split, a line an arm, with 95% intervals."""
+    """Draw the gain over the base at every split, one line per arm, with 95% intervals."""
     figure, axes = create_subplots(len(rewards), size=(3.6 * max(2, len(rewards)), 2.9))
     shades = mpl.colormaps["viridis"](np.linspace(0.05, 0.8, len(arms_with_runs(rows))))
     for axis, reward in zip(axes[0], rewards, strict=True):
         for name, shade in zip(arms_with_runs(rows), shades, strict=True):
-            found = gains_by_split(rows, reward, name)
-            axis.fill_between(found.index, found.lo, found.hi, color=shade, alpha=0.15, linewidth=0)
-            axis.plot(found.index, found["mean"], color=shade, marker="o", markersize=3, label=name)
+            gains = gains_by_split(rows, reward, name)
+            axis.fill_between(gains.index, gains.lo, gains.hi, color=shade, alpha=0.15, linewidth=0)
+            axis.plot(gains.index, gains["mean"], color=shade, marker="o", markersize=3, label=name)
         axis.axhline(0, color="black", linewidth=0.8)
         axis.xaxis.set_major_locator(MaxNLocator(integer=True))
         axis.set(
@@ -93,73 +101,75 @@ def plot_split_curves(
     return figure
 
 
-_SHARE_OF = {"lost": "right", "gained": "missed"}  # a count -> what it is a share of
+_SHARE_OF = {"lost": "right", "gained": "missed"}  # count -> the count by which it is divided
 
 
 def changed_share(
-    rows: Sequence[Mapping],
-    reward: str,  # one that knows objects
+    rows: Sequence[Mapping],  # rows of finished runs
+    reward: str,  # name of a reward that judges objects
     count: str = "lost",  # lost or gained
-    what: str = "objects",  # objects or images
-    arm: str = "plain",  # of the evaluation
-    # a row a seed, a column an arm; nan where the base had nothing of the kind or objects are not
-    # known
-) -> pd.DataFrame:
-    """The share of the base's right ones that a run loses, or of its missed ones that it gains."""
+    kind: str = "objects",  # objects or images
+    arm: str = "plain",  # arm of the evaluation
+) -> (
+    pd.DataFrame
+):  # a row per seed, a column per arm; nan if the base had none or none were counted
+    """Compute the share of the base's correct objects that a run lost, or of its missed ones that it gained."""
 
-    def of(row):
-        found = row["preserved"].get(arm, {}).get(reward, {}).get(what)
-        return (
-            found[count] / found[_SHARE_OF[count]] if found and found[_SHARE_OF[count]] else np.nan
-        )
+    def share(row: Mapping) -> float:
+        """Return the share of one run."""
+        counts = row["preserved"].get(arm, {}).get(reward, {}).get(kind)
+        if not counts or not counts[_SHARE_OF[count]]:
+            return np.nan
+        return counts[count] / counts[_SHARE_OF[count]]
 
-    return pivot_by_seed(rows, of)
+    return pivot_by_seed(rows, share)
 
 
 def preservation_table(
-    rows: Sequence[Mapping],
-    reward: str,  # one that knows objects
-    what: str = "objects",  # objects or images
-) -> list[dict]:  # column -> text, a row an arm; empty where nothing of the kind is known
-    """Lost and gained shares with their intervals over seeds."""
-    found = {count: t_intervals(changed_share(rows, reward, count, what)) for count in _SHARE_OF}
-    return [
-        {"arm": name}
-        | {
-            f"{what} {count}": format_difference(part.loc[name]).replace("+", "")
-            for count, part in found.items()
-        }
-        for name in arms_with_runs(rows)
-        if found["lost"].n[name]
-    ]
+    rows: Sequence[Mapping],  # rows of finished runs
+    reward: str,  # name of a reward that judges objects
+    kind: str = "objects",  # objects or images
+) -> list[dict]:  # one per arm: texts, keyed by column; empty if nothing was counted
+    """Build a table of the lost and gained shares with their intervals over seeds."""
+    shares = {count: t_intervals(changed_share(rows, reward, count, kind)) for count in _SHARE_OF}
+    table = []
+    for name in arms_with_runs(rows):
+        if not shares["lost"].n[name]:
+            continue
+        line = {"arm": name}
+        for count, intervals in shares.items():
+            line[f"{kind} {count}"] = format_difference(intervals.loc[name]).replace("+", "")
+        table.append(line)
+    return table
 
 
 def false_positive_note(
-    found: pd.DataFrame,  # of `t_intervals` or `paired_intervals`, at 95%
-) -> str:
-    """A sentence: intervals, those that miss 0, those expected to by chance, those left after Holm; empty without any."""
-    known = found.dropna(subset=["lo"])
-    if not len(known):
+    intervals: pd.DataFrame,  # 95% intervals, from `t_intervals` or `paired_intervals`
+) -> str:  # empty without intervals
+    """Return a sentence that compares the number of intervals that exclude 0 with the number expected by chance."""
+    finite = intervals.dropna(subset=["lo"])
+    if not len(finite):
         return ""
-    away = int((known.lo * known.hi > 0).sum())
-    sure = int((known.holm < 0.05).sum())
+    excluding = int((finite.lo * finite.hi > 0).sum())
+    significant = int((finite.holm < 0.05).sum())
+    verb = "remains" if significant == 1 else "remain"
     return (
-        f"Of {len(known)} intervals {away} miss 0; {0.05 * len(known):.2g} would by chance if no arm differed. "
-        f"After Holm's correction for their number {sure} remain{'s' * (sure == 1)}."
+        f"Of {len(finite)} intervals, {excluding} exclude 0; if no arm differed, {0.05 * len(finite):.2g} would by "
+        f"chance. After Holm's correction for their number, {significant} {verb}."
     )
 
 
 def category_table(
-    rows: Sequence[Mapping],
-    reward: str,  # one that knows categories
-    arm: str = "plain",  # of the evaluation
-    # None: change against the base; else the difference to this arm on the same seeds
+    rows: Sequence[Mapping],  # rows of finished runs
+    reward: str,  # name of a reward with categories
+    arm: str = "plain",  # arm of the evaluation
+    # arm of the study whose change is subtracted on the same seeds; None: show the change itself
     reference: str | None = None,
-) -> list[dict]:  # column -> text, a row an arm; empty where the reward knows no categories
-    """The change of every category with its interval over seeds."""
+) -> list[dict]:  # one per arm: texts, keyed by column; empty if the reward has no categories
+    """Build a table of the change from the base in every category, with its interval over seeds."""
     if not rows or reward not in rows[0]["categories"].get("base", {}):
         return []
-    out = [{"arm": name} for name in arms_with_runs(rows) if name != reference]
+    table = [{"arm": name} for name in arms_with_runs(rows) if name != reference]
     for category in rows[0]["categories"]["base"][reward]:
         means = {
             name: pivot_by_seed(
@@ -168,14 +178,16 @@ def category_table(
             for name in ("base", arm)
         }
         values = means[arm] - means["base"]
-        found = t_intervals(values if reference is None else paired_differences(values, reference))
-        for line in out:
-            line[category.replace("_", " ")] = format_difference(found.loc[line["arm"]])
-    return out
+        if reference is not None:
+            values = paired_differences(values, reference)
+        intervals = t_intervals(values)
+        for line in table:
+            line[category.replace("_", " ")] = format_difference(intervals.loc[line["arm"]])
+    return table
 
 
 def study_commands(
-    name: str,  # of the study
+    name: str,  # name of the study
 ) -> str:
-    """The commands that run a study and keep its rows."""
+    """Return the commands that run a study and store its rows."""
     return f"chunk-grpo study {name}\npython tools/keep.py study {name}"

@@ -117,7 +117,7 @@ def test_the_papers_tables_take_the_run_in(trained):
     ]
     for arm in ("base", "hybrid"):
         assert f'here, 1 run</td><td class="number">{rewards[arm]["mean"]:.3f}' in text, arm
-    assert "15.236" in text and "Nobody measured here: Dance-GRPO; Chunk-GRPO +ws" in text
+    assert "15.236" in text and "Not measured here: Dance-GRPO; Chunk-GRPO +ws" in text
     assert text.count("<img") == 1 and "six: 1 prompt, one image" in text
 
 

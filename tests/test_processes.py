@@ -13,7 +13,7 @@ from commands import call, command, environment, free_port, run
 from small_runs import alike, metrics, trained, wait_for
 from torch.distributed.elastic.rendezvous import api as rendezvous_api
 
-from chunk_grpo.runs import launch
+from chunk_grpo.runs import launch, processes
 
 DRAW = """
 import sys, torch
@@ -50,6 +50,15 @@ def test_processes_draw_the_same_images(world, tmp_path, many):
     assert sum((part["keys"] for part in parts), []) == one["keys"]
     assert torch.equal(torch.cat([part["noise"] for part in parts]), one["noise"])
     assert (torch.cat([part["latents"] for part in parts]) - one["latents"]).abs().max() < 1e-4
+
+
+def test_all_cores_count_if_the_system_has_no_cpu_affinity(tmp_path, monkeypatch):
+    """As on macOS, where `os.sched_getaffinity` does not exist."""
+    monkeypatch.delattr("os.sched_getaffinity", raising=False)
+    monkeypatch.setattr("os.cpu_count", lambda: 6)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    (tmp_path / "run.json").write_text(json.dumps({"processes": 100}))
+    assert processes.default_sampling_processes(tmp_path) == 6
 
 
 ENDING = """

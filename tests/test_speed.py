@@ -82,13 +82,13 @@ def test_speed_says_what_an_iteration_takes(tmp_path):
 
 def test_costs_are_measured_for_every_row_of_the_table(tmp_path, monkeypatch):
     published = {name for name, of in settings.METHODS.items() if not of.get("contender")}
-    assert set(method_costs.looked_at()) == published
+    assert set(method_costs.compared_arms()) == published
     monkeypatch.setattr(
         method_costs, "SIZES", {"pocket": method_costs.SIZES["pocket"] | {"images_per_prompt": 2}}
     )
-    monkeypatch.setattr(method_costs, "save_middle", lambda folder: "pocket")
+    monkeypatch.setattr(method_costs, "save_medium_pipeline", lambda folder: "pocket")
     monkeypatch.setattr(method_costs, "MIDDLE_SIZE", "pocket")
-    method_costs.work(["fast", "steps"], tmp_path / "costs.json")
+    method_costs.run_worker(["fast", "steps"], tmp_path / "costs.json")
     fast, steps = json.loads((tmp_path / "costs.json").read_text())["rows"]["pocket"]
     assert (fast["method"], steps["method"], steps["images"]) == ("fast", "steps", 4) and 0 < fast[
         "work"
@@ -336,7 +336,7 @@ def test_the_page_runs_on_what_is_kept(tmp_path):
 @pytest.mark.parametrize("model", ["pocket", "flux-size"])
 def test_every_point_of_the_growth_can_be_measured(model):
     """Of the program, which the slow test below runs at the first two points of each axis."""
-    for what, values in program.points(model):
+    for what, values in program.growth_points(model):
         sizes = [value for value, _ in values]
         assert len(values) >= 3 and sizes == sorted(sizes), what
         for _, changes in values:
@@ -363,8 +363,8 @@ program.RANKS |= {{
     "train_chunks": "all",
     "chunk_fraction": 1.0,
 }}
-points = program.points
-program.points = lambda model: [(what, values[:2]) for what, values in points(model)]
+points = program.growth_points
+program.growth_points = lambda model: [(what, values[:2]) for what, values in points(model)]
 compile_module = torch.nn.Module.compile
 torch.nn.Module.compile = lambda module, **given: compile_module(module, backend="eager", **given)
 program.main()

@@ -109,7 +109,9 @@ def test_what_is_kept_answers_every_claim():
         for name in NAMES
     }
     planned = {
-        name for name, words in said.items() if words.startswith("No run of this study is kept yet")
+        name
+        for name, words in said.items()
+        if words.startswith("No run of this study is stored yet")
     }
     assert all(
         words.startswith("Every arm has its") for name, words in said.items() if name not in planned
@@ -161,10 +163,10 @@ def test_paired_is_a_t_test_on_the_same_seeds():
     assert found.lo < 0.03 < found.hi
     assert analysis.paired_intervals(rows[:-1], REWARD, "steps").n["chunks"] == 4
     with pytest.raises(
-        InputError, match="reference: got 'reweighted', allowed is an arm with runs: steps, chunks"
+        InputError, match="`reference` must be an arm with runs, steps, chunks; got 'reweighted'"
     ):
         analysis.paired_intervals(rows, REWARD, "reweighted")
-    with pytest.raises(InputError, match="reward: got 'hpsv3'"):
+    with pytest.raises(InputError, match="`reward` must be one with which .*; got 'hpsv3'"):
         analysis.gains_by_seed(rows, "hpsv3")
 
 

@@ -35,7 +35,7 @@ def through(home, tmp_path_factory):
         and gains.count("pocket-clip") == 3
         and f"{out}/results.jsonl" in said
     )
-    assert "pocket-clip: less " in table and f"report: {out}/report.html" in table
+    assert "pocket-clip: minus " in table and f"report: {out}/report.html" in table
     assert "The plan was committed before the first trial." in (out / "report.html").read_text()
     return out
 
@@ -273,7 +273,7 @@ def test_the_verdict_shows_the_marks_of_plans(monkeypatch):
         monkeypatch.setattr(
             claims.analysis, "load_study_rows", lambda name, plan=plan: [{"plan": plan}]
         )
-        assert claims.plan_of(["explain"]) == word
+        assert claims.plan_status(["explain"]) == word
 
 
 def test_the_iterations_of_the_run_that_a_trial_goes_on_from_are_not_its_own(tmp_path):

@@ -213,7 +213,7 @@ def best_in_the_middle(trial: design.Trial) -> float:
 @pytest.mark.parametrize(
     "text, words",
     [
-        ("other = 1\n", "must define one class on .*; it defines none"),
+        ("other = 1\n", "must define exactly one subclass of .*; it defines none"),
         (CLIP_HIGHER + RANDOM, "it defines ClipHigher, RandomAdvantages"),
         ("class Mine(:\n", "has an error in line 1"),
         ("import no_such_package\nclass A: pass\n", "no_such_package"),
@@ -227,7 +227,7 @@ def best_in_the_middle(trial: design.Trial) -> float:
         ),
         (RANDOM + "    tuning_grid = {'iterations': [1, 2, 3]}\n", "must not change what the"),
         (RANDOM + "    tuning_grid = {'kl': [-1, 2, 3]}\n", "kl=-1 is not"),
-        (LEAK, "must not know held-out prompts; line 9 of mine.py uses eval_prompts"),
+        (LEAK, "must not refer to held-out prompts; line 9 of mine.py uses eval_prompts"),
         (RANDOM + "    a = 'pocket:test192'\n", "names pocket:test192"),
         (RANDOM + "    a = 'test-prompts.txt'\n", "names test-prompts.txt"),
     ],
@@ -241,8 +241,8 @@ def test_a_file_that_is_no_method_or_knows_the_test_is_rejected(tmp_path, protoc
 @pytest.mark.parametrize(
     "overrides, words",
     [
-        (["iterations=9"], "`iterations` must be that of the protocol"),
-        (["eval_prompts=pocket:train"], "`eval_prompts` must be that of the protocol"),
+        (["iterations=9"], "`iterations` must keep the value of the protocol"),
+        (["eval_prompts=pocket:train"], "`eval_prompts` must keep the value of the protocol"),
         (["learning_rate=1"], "`learning_rate` must be left to the tuning"),
         (["method.upper=3"], "`method.upper` must be left to the tuning"),
         (["no_such=1"], "no_such"),
@@ -436,7 +436,7 @@ def test_a_better_method_is_ahead_and_has_the_first_rank(tmp_path, protocol, inv
 
 def test_words_of_a_comparison_follow_interval_and_smallest_effect():
     def words(lo: float, hi: float, holm: float = 0.01, n: int = 8) -> str:
-        row = {"less": "steps", "lo": lo, "hi": hi, "holm": holm, "n": n}
+        row = {"reference": "steps", "lo": lo, "hi": hi, "holm": holm, "n": n}
         return try_method.describe_comparison(row, 0.02)
 
     assert words(0.01, 0.05) == "ahead of steps"
@@ -456,7 +456,7 @@ def test_the_comparison_reads_rows_as_studies_keep_them(tmp_path):
         update={"contrasts": {"against steps": [["crd", "steps"]]}}
     )
     table = try_method.comparison_table(rows, study, "crd")
-    assert list(table.less) == ["the base", "steps"] and (table.n == 3).all()
+    assert list(table.reference) == ["the base", "steps"] and (table.n == 3).all()
     assert [line["arm"] for line in try_method.rank_table(rows, "pocket-clip")] == [
         "crd",
         "steps",

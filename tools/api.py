@@ -17,10 +17,10 @@ Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
 def comments_of(source: str) -> dict[int, str]:
-    """Return the comment of each line by its number.
+    """Return the comment of each line, keyed by line number.
 
-    A line without a comment of its own has that of the comment lines directly above it: a field or a
-    constant is written so if its comment does not fit beside it.
+    A line without its own comment gets that of the comment lines directly above it, which is where a long comment on a
+    field or a constant is written.
     """
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
     comments = {
@@ -42,12 +42,12 @@ def comments_of(source: str) -> dict[int, str]:
 
 
 def comment_on(node: ast.stmt, comments: dict[int, str]) -> str:
-    """Return the comment behind a statement, else the one on or above its first line, else an empty text."""
+    """Return the comment at a statement's end, else the one on or above its first line, else an empty string."""
     return comments.get(node.end_lineno) or comments.get(node.lineno, "")
 
 
 def parameters(node: ast.FunctionDef) -> list[tuple[ast.arg, ast.expr | None, str]]:
-    """Every parameter with its default and what is written before it: nothing, * or **."""
+    """List every parameter with its default and its prefix: an empty string, * or **."""
     args = node.args
     plain = [*args.posonlyargs, *args.args]
     defaults = [None] * (len(plain) - len(args.defaults)) + args.defaults
@@ -60,7 +60,7 @@ def parameters(node: ast.FunctionDef) -> list[tuple[ast.arg, ast.expr | None, st
 
 
 def signature(node: ast.FunctionDef, method: bool) -> str:
-    """A function's parameters and what it returns, as Python writes them, without self or cls."""
+    """Return a function's parameters and return type as Python source, without self or cls."""
     bare = ast.FunctionDef(
         name="f",
         args=ast.parse(ast.unparse(node.args).join(["def f(", "): 0"])).body[0].args,
@@ -85,7 +85,7 @@ def signature(node: ast.FunctionDef, method: bool) -> str:
 
 
 def docments(node: ast.FunctionDef, comments: dict[int, str]) -> dict[str, str]:
-    """What comments say of each parameter, and of the return under the name `return`: beside it, or by its name."""
+    """Return the comments of the parameters, keyed by name, and that of the return value under the key `return`."""
     found = {}
     known = parameters(node)
     if (
@@ -118,7 +118,7 @@ def docments(node: ast.FunctionDef, comments: dict[int, str]) -> dict[str, str]:
 
 
 def plain(text: str) -> str:
-    """Return a docstring as markdown: paragraphs stay, and what is not between backticks means itself."""
+    """Convert a docstring to Markdown: keep paragraphs, and escape everything that is not between backticks."""
     if "\n\n" in text:
         return "\n\n".join(plain(paragraph) for paragraph in text.split("\n\n"))
     parts = re.split(r"(`+[^`]*`+)", " ".join(text.split()))
@@ -131,7 +131,7 @@ def plain(text: str) -> str:
 def directive(
     kind: str, name: str, body: list[str], options: dict[str, str] | None = None, deep: int = 3
 ) -> str:
-    """One object of Sphinx's Python domain."""
+    """Format one object as a directive of Sphinx's Python domain."""
     fence = ":" * deep
     quoted = {
         key: "'" + value.replace("'", "''") + "'" if value else ""
@@ -142,7 +142,7 @@ def directive(
 
 
 def function(node: ast.FunctionDef, comments: dict[int, str], method: bool = False) -> str:
-    """A function or a method."""
+    """Format a function or a method as a directive."""
     said = docments(node, comments)
     fields = [f":param {name}: {plain(text)}" for name, text in said.items() if name != "return"]
     fields += [f":returns: {plain(said['return'])}"] if "return" in said else []
@@ -160,7 +160,7 @@ def function(node: ast.FunctionDef, comments: dict[int, str], method: bool = Fal
 
 
 def is_setting(value: ast.expr | None) -> bool:
-    """Whether a field is written as `setting(default, unit, source, text)`."""
+    """Return True if a field is written as `setting(default, unit, source, text)`."""
     return (
         isinstance(value, ast.Call)
         and getattr(value.func, "id", "") == "setting"
@@ -169,7 +169,7 @@ def is_setting(value: ast.expr | None) -> bool:
 
 
 def field(node: ast.AnnAssign, comments: dict[int, str]) -> str:
-    """A field of a class, with its comment or what its `setting` says."""
+    """Format a field of a class, with its comment or the text of its `setting`."""
     options = {"type": ast.unparse(node.annotation)}
     text = comment_on(node, comments)
     value = node.value
@@ -184,13 +184,13 @@ def field(node: ast.AnnAssign, comments: dict[int, str]) -> str:
 
 
 def public(nodes: list[ast.stmt], kind: type) -> list:
-    """What of a class body is of a kind and has a public name."""
+    """Return the statements of a class body that have the given type and a public name."""
     name = (lambda n: n.target.id) if kind is ast.AnnAssign else (lambda n: n.name)
     return [node for node in nodes if isinstance(node, kind) and not name(node).startswith("_")]
 
 
 def whole_body(node: ast.ClassDef, tree: ast.Module) -> list[ast.stmt]:
-    """What a class body says, after what its private bases say."""
+    """Return the statements of a class body, preceded by those of its private bases."""
     bases = {
         base.id for base in node.bases if isinstance(base, ast.Name) and base.id.startswith("_")
     }
@@ -199,7 +199,7 @@ def whole_body(node: ast.ClassDef, tree: ast.Module) -> list[ast.stmt]:
 
 
 def class_text(node: ast.ClassDef, comments: dict[int, str], tree: ast.Module) -> str:
-    """A class with its fields and public methods."""
+    """Format a class with its fields and public methods."""
     body_nodes = whole_body(node, tree)
     start = next(
         (n for n in body_nodes if isinstance(n, ast.FunctionDef) and n.name == "__init__"), None
@@ -225,7 +225,7 @@ def class_text(node: ast.ClassDef, comments: dict[int, str], tree: ast.Module) -
 
 
 def exported(tree: ast.Module) -> list[str]:
-    """The names in `__all__`."""
+    """Return the names in `__all__`."""
     for node in tree.body:
         if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__all__":
             return [item.value for item in node.value.elts if isinstance(item, ast.Constant)]
@@ -233,7 +233,7 @@ def exported(tree: ast.Module) -> list[str]:
 
 
 def assigned(node: ast.stmt) -> list[tuple[str, ast.expr | None]]:
-    """The names that a statement assigns, each with its value where that is written out."""
+    """Return the names that a statement assigns, each with its value if it is a literal expression."""
     targets = (
         node.targets
         if isinstance(node, ast.Assign)
@@ -253,7 +253,7 @@ def assigned(node: ast.stmt) -> list[tuple[str, ast.expr | None]]:
 
 @cache
 def entries(path: Path) -> dict[str, str]:
-    """The public names of a module and the text of each."""
+    """Return the API text of each public name of a module, keyed by name."""
     source = path.read_text(encoding="utf-8")
     tree = ast.parse(source)
     comments = comments_of(source)
@@ -279,7 +279,7 @@ def entries(path: Path) -> dict[str, str]:
 
 @cache
 def members(path: Path) -> dict[str, list[str]]:
-    """The public methods and fields of each public class of a module."""
+    """Return the public methods and fields of each public class of a module, keyed by class."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     return {
         node.name: [part.target.id for part in public(node.body, ast.AnnAssign)]
@@ -290,13 +290,13 @@ def members(path: Path) -> dict[str, list[str]]:
 
 
 def module_of(path: Path) -> str:
-    """The dotted name of a file of the package."""
+    """Return the dotted module name of a file of the package."""
     parts = path.relative_to(ROOT).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
 def chapter_page(title: str, modules: list[tuple[Path, str]]) -> str:
-    """The page of a chapter: each module with a line that leads to the page where it is made, and its names."""
+    """Build the API page of a chapter: for each module a link to its notebook, and its names."""
     blocks = [f"# {title}: API"]
     for path, made in modules:
         name = module_of(path)

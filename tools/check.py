@@ -60,7 +60,7 @@ PACKAGE = {
 
 
 def main() -> int:
-    """Run every stage, also after one has failed, and print what each took."""
+    """Run every stage, even after one has failed, and print the time of each."""
     results = {}
     target = sys.argv[1] if len(sys.argv) > 1 else "test"
     chosen = {"test": FAST, "quick": QUICK, "slow": SLOW, "package": PACKAGE}[target]

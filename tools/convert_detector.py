@@ -47,9 +47,9 @@ MMDET_2_TO_3 = (  # names of mmdet 2.x -> 3.x
 
 
 def to_mmdet_3_name(
-    name: str,  # of a weight, in mmdet 2.x or 3.x
-) -> str:  # in mmdet 3.x
-    """A weight's name as mmdet 3.x has it."""
+    name: str,  # name of a weight in mmdet 2.x or 3.x
+) -> str:
+    """Convert the name of a weight to that of mmdet 3.x."""
     for old, new in MMDET_2_TO_3:
         name = re.sub(old, new, name)
     return name
@@ -78,10 +78,10 @@ BACKBONE_NAMES = (  # names of mmdet 3.x -> of transformers, without what `conve
 
 
 def translate_name(
-    names: tuple[tuple[str, str], ...],  # patterns of old names -> new ones
-    name: str,  # of a weight
-) -> str | None:  # None: no pattern is the start of it
-    """The new name of a weight."""
+    names: tuple[tuple[str, str], ...],  # pairs of a pattern of the old name and the new name
+    name: str,  # name of a weight
+) -> str | None:
+    """Return the new name of a weight; None if no pattern matches its beginning."""
     for old, new in names:
         if re.match(rf"{old}(?=$|\.|_)", name):
             return re.sub("^" + old, new, name)
@@ -139,17 +139,17 @@ UNUSED_KEYS = (
 
 
 def reorder_patch_channels(
-    x: Tensor,  # (..., 4 C) or (4 C,), as mmdet unfolds them
-) -> Tensor:  # the same shape, as transformers lays them out
-    """The channels of four patches in transformers' order."""
+    x: Tensor,  # (..., 4 C) or (4 C,), in the order of mmdet
+) -> Tensor:  # the same shape
+    """Reorder the channels of four merged patches from the order of mmdet to that of transformers."""
     return x.reshape(*x.shape[:-1], -1, 4)[..., [0, 2, 1, 3]].transpose(-1, -2).reshape(x.shape)
 
 
 def convert_weight(
-    name: str,  # of mmdet 3.x
+    name: str,  # name in mmdet 3.x
     value: Tensor,
-) -> dict[str, Tensor]:  # by transformers' names; empty where the name is unknown
-    """What becomes of one weight."""
+) -> dict[str, Tensor]:
+    """Convert one weight, and return the resulting weights, keyed by the names of transformers; empty if it is unknown."""
     if found := re.fullmatch(rf"{BLOCK}\.attn\.w_msa\.qkv\.(weight|bias)", name):
         start = found.expand(TO_BLOCK) + ".attention"
         return {
@@ -181,10 +181,10 @@ def convert_weight(
 
 
 def weight_shape(
-    weights: dict[str, Tensor],  # by names of mmdet 3.x
+    weights: dict[str, Tensor],  # keyed by the names of mmdet 3.x
     name: str,
 ) -> tuple[int, ...]:
-    """The shape of a weight; InputError where there is none of this name."""
+    """Return the shape of a weight; raise InputError if there is no weight of this name."""
     if name not in weights:
         raise InputError(
             f"source: the checkpoint has no weight {name!r}; a Mask2Former with a Swin backbone from "
@@ -195,16 +195,16 @@ def weight_shape(
 
 def layer_count(
     weights: dict[str, Tensor],
-    pattern: str,  # its first group is a layer's number
+    pattern: str,  # regular expression of a name, whose first group is the number of the layer
 ) -> int:
-    """How many layers the weights' names number."""
+    """Return the number of layers in the names of the weights."""
     return 1 + max((int(m[1]) for name in weights if (m := re.match(pattern, name))), default=-1)
 
 
 def infer_swin_config(
-    weights: dict[str, Tensor],  # by names of mmdet 3.x
-) -> dict:  # as transformers' SwinConfig takes it
-    """The sizes of the backbone."""
+    weights: dict[str, Tensor],  # keyed by the names of mmdet 3.x
+) -> dict:  # keyword arguments of transformers' SwinConfig
+    """Infer the sizes of the backbone from the shapes of the weights."""
     bias_table = "backbone.stages.{}.blocks.0.attn.w_msa.relative_position_bias_table"
     stages = range(layer_count(weights, r"backbone\.stages\.(\d+)\."))
     patches = weight_shape(weights, "backbone.patch_embed.projection.weight")
@@ -223,9 +223,9 @@ def infer_swin_config(
 
 
 def infer_config(
-    weights: dict[str, Tensor],  # by names of mmdet 3.x
+    weights: dict[str, Tensor],  # keyed by the names of mmdet 3.x
 ) -> Mask2FormerConfig:
-    """The network's sizes; InputError where the weights are of another network."""
+    """Infer the network's configuration from its weights; raise InputError if they belong to another network."""
     pixel, decoder = "panoptic_head.pixel_decoder", "panoptic_head.transformer_decoder.layers"
     backbone = infer_swin_config(weights)
     layer = f"{pixel}.encoder.layers.0"
@@ -249,10 +249,10 @@ def infer_config(
 
 
 def convert_state_dict(
-    weights: dict[str, Tensor],  # by names of mmdet 3.x
-    own: dict[str, Tensor],  # the network's own state dict: which names and shapes it has
-) -> dict[str, Tensor]:  # by transformers' names
-    """All weights in their new places; InputError with the first that are unknown, missing or of another shape."""
+    weights: dict[str, Tensor],  # keyed by the names of mmdet 3.x
+    own: dict[str, Tensor],  # state dict of the network, with the names and shapes that it needs
+) -> dict[str, Tensor]:  # keyed by the names of transformers
+    """Convert all weights; raise InputError for the first one that is unknown, missing or has another shape."""
     new, unknown, misfits = {}, [], []
     for name, value in weights.items():
         found = convert_weight(name, value)
@@ -280,9 +280,9 @@ def convert_state_dict(
 
 def check_position_index(
     model: Mask2FormerForUniversalSegmentation,
-    index: dict[str, Tensor],  # by names of mmdet 3.x
+    index: dict[str, Tensor],  # relative position indices, keyed by the names of mmdet 3.x
 ) -> None:
-    """InputError where the checkpoint counts relative positions in another order than the network."""
+    """Raise InputError if the checkpoint numbers relative positions in another order than the network."""
     layers = model.model.pixel_level_module.encoder.swin.encoder.layers
     for name, value in index.items():
         stage, block = (int(x) for x in re.match(BLOCK, name).groups())
@@ -294,9 +294,9 @@ def check_position_index(
 
 
 def build_mask2former(
-    weights: dict[str, Tensor],  # by names of mmdet 2.x or 3.x
+    weights: dict[str, Tensor],  # keyed by the names of mmdet 2.x or 3.x
 ) -> Mask2FormerForUniversalSegmentation:
-    """The network with these weights; InputError where they do not fit."""
+    """Build the network with these weights; raise InputError if they do not fit."""
     weights = {to_mmdet_3_name(name): value for name, value in weights.items()}
     model = Mask2FormerForUniversalSegmentation(infer_config(weights)).eval()
     index = {
@@ -311,9 +311,9 @@ def build_mask2former(
 
 
 def read_mmdet_checkpoint(
-    source: Path,  # the checkpoint of mmdet, .pth
-) -> dict[str, Tensor]:  # by mmdet's names
-    """The weights of a checkpoint; InputError where it holds anything but tensors."""
+    source: Path,  # mmdet checkpoint, .pth
+) -> dict[str, Tensor]:  # keyed by the names of mmdet
+    """Read the weights of a checkpoint; raise InputError if it contains anything but tensors."""
     try:
         content = torch.load(source, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
@@ -330,10 +330,10 @@ def read_mmdet_checkpoint(
 
 
 def convert_mmdet_checkpoint(
-    source: str | Path,  # the checkpoint of mmdet, .pth
-    out: str | Path,  # the folder to be
-) -> dict:  # the note: source, sha256, official, layout
-    """Convert mmdet's checkpoint to a transformers folder; InputError where it does not fit."""
+    source: str | Path,  # mmdet checkpoint, .pth
+    out: str | Path,  # folder to create
+) -> dict:  # keyed by source, sha256, official and layout
+    """Convert a checkpoint of mmdet to a transformers folder; raise InputError if it does not fit."""
     source, out = Path(source), Path(out)
     if not source.is_file():
         raise InputError(
@@ -360,7 +360,7 @@ def convert_mmdet_checkpoint(
 
 
 def main(arguments: list[str] | None = None) -> int:  # exit status
-    """Convert a checkpoint; 2 and one sentence where it does not fit."""
+    """Convert a checkpoint; return 2 and print one sentence if it does not fit."""
     parser = argparse.ArgumentParser(prog="convert_detector", description=__doc__.splitlines()[0])
     parser.add_argument("source", type=Path, help="mmdet's Mask2Former checkpoint, a .pth file")
     parser.add_argument("out", type=Path, help="the folder to make")

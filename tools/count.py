@@ -22,7 +22,7 @@ UNSEEN = {"hide", "default_exp", "eval", "notest", "slow", "gpu"}
 
 
 def modules(root: Path) -> dict[str, Path]:
-    """The package's modules by dotted name, without nbdev's index and empty files."""
+    """Return the package's modules, keyed by dotted name, without nbdev's index and empty files."""
     files = [
         f
         for f in sorted((root / "chunk_grpo").rglob("*.py"))
@@ -35,14 +35,14 @@ def modules(root: Path) -> dict[str, Path]:
 
 
 def public_names(file: Path) -> list[str]:
-    """Functions and classes at the top of a module that a reader may use."""
+    """Return the public functions and classes of a module."""
     kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
     body = ast.parse(file.read_text(encoding="utf-8")).body
     return [node.name for node in body if isinstance(node, kinds) and not node.name.startswith("_")]
 
 
 def imported(name: str, file: Path, known: set[str]) -> set[str]:
-    """The modules of the package that a module imports, at its top or inside functions."""
+    """Return the modules of the package that a module imports, at its top or inside functions."""
     found = set()
     package = name.split(".") if file.name == "__init__.py" else name.split(".")[:-1]
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
@@ -56,7 +56,7 @@ def imported(name: str, file: Path, known: set[str]) -> set[str]:
 
 
 def reachable(start: str, arrows: dict[str, set[str]]) -> set[str]:
-    """Every module that a module's imports lead to."""
+    """Return every module that a module imports directly or indirectly."""
     seen = set()
     todo = list(arrows[start])
     while todo:
@@ -67,7 +67,7 @@ def reachable(start: str, arrows: dict[str, set[str]]) -> set[str]:
 
 
 def count_package(root: Path) -> dict:
-    """Lines, modules, names and arrows."""
+    """Count the lines, modules, names and imports of the package."""
     files = modules(root)
     texts = {name: file.read_text(encoding="utf-8") for name, file in files.items()}
     names = {name: public_names(file) for name, file in files.items()}
@@ -105,7 +105,7 @@ def count_package(root: Path) -> dict:
 
 
 def count_book(root: Path) -> dict:
-    """Pages, cells, and what they show."""
+    """Count the pages and cells of the book, and their kinds of output."""
     exports, demonstrations, shown, with_figure = [], 0, 0, 0
     pages = sorted((root / "nbs").glob("[0-9]*/*.ipynb"))
     for page in pages:

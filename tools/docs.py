@@ -67,23 +67,23 @@ ROOT_PAGES = {"CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.m
 
 @cache
 def read(page: Path) -> nbformat.NotebookNode:
-    """A notebook. Whoever changes it changes a copy."""
+    """Read a notebook from the cache; a caller that changes it must copy it first."""
     return nbformat.read(page, as_version=4)
 
 
 def chapter_folders() -> list[Path]:
-    """The folders of the chapters."""
+    """Return the folders of the chapters, in order."""
     return sorted(path for path in BOOK.glob("[0-9][0-9]_*"))
 
 
 def chapter_title(folder: Path) -> str:
-    """A chapter's number and its title for people."""
+    """Return a chapter's number and title as text."""
     number, name = folder.name.split("_", 1)
     return f"{int(number)}. {CHAPTERS[name]}"
 
 
 def pages() -> list[Path]:
-    """All notebooks of the site, in reading order: front page, chapters, findings, glossary, reports."""
+    """Return all notebooks of the site in reading order: front page, chapters, findings, glossary, reports."""
     verdict = BOOK / "findings/index.ipynb"
     rest = [path for path in sorted((BOOK / "findings").glob("*.ipynb")) if path != verdict]
     chapters = [page for folder in chapter_folders() for page in sorted(folder.glob("*.ipynb"))]
@@ -98,7 +98,7 @@ def pages() -> list[Path]:
 
 
 def title_of(page: Path) -> tuple[str, str]:
-    """A page's heading, and its subtitle or an empty text."""
+    """Return a page's heading, and its subtitle or an empty string."""
     lines = read(page).cells[0].source.strip().split("\n")
     return lines[0].removeprefix("# "), lines[-1].removeprefix("> ") if lines[-1].startswith(
         "> "
@@ -106,20 +106,20 @@ def title_of(page: Path) -> tuple[str, str]:
 
 
 def module_path(page: Path) -> Path | None:
-    """The module that a page exports."""
+    """Return the module that a page exports; None if it exports none."""
     text = "\n".join(cell.source for cell in read(page).cells if cell.cell_type == "code")
     found = re.search(r"^#\|\s*default_exp\s+(\S+)", text, re.MULTILINE)
     return PACKAGE / (found.group(1).replace(".", "/") + ".py") if found else None
 
 
 def settings_fields() -> set[str]:
-    """Names of settings: in prose they mean the setting, not a function of the same name."""
+    """Return the names of settings; in prose they mean the setting and not a function of the same name."""
     fields = api.members(PACKAGE / "core/settings.py")
     return {name for names in fields.values() for name in names}
 
 
 def name_table(modules: Iterable[Path]) -> dict[str, list[str]]:
-    """For every way to write a public name in prose, the full names that it can mean."""
+    """Return for every way to write a public name in prose the full names that it can mean."""
     table = {}
     ours = settings_fields()
     for path in modules:
@@ -146,7 +146,7 @@ def name_table(modules: Iterable[Path]) -> dict[str, list[str]]:
 
 
 def linked_names(text: str, table: dict[str, list[str]], module: str) -> str:
-    """Prose whose backticked names of the package are links; code blocks, links and headings stay as they are."""
+    """Turn backticked names of the package into links, except in code blocks, links and headings."""
 
     def link(match: re.Match) -> str:
         name = re.sub(r"\(\)$", "", match.group(1))
@@ -166,7 +166,7 @@ def linked_names(text: str, table: dict[str, list[str]], module: str) -> str:
 
 
 def relinked(text: str, here: Path, sources: dict[Path, str]) -> str:
-    """Markdown whose links to files lead to the site's pages; a link to a file that is not on the site is its text."""
+    """Change links to files into links to pages of the site; a link to a file that is not on the site becomes its text."""
 
     def link(match: re.Match) -> str:
         words, target, rest = match.groups()
@@ -185,7 +185,7 @@ TESTS = re.compile(r"(test_\w+|expect_fail)$")
 
 
 def folded(source: str, outputs: list[nbformat.NotebookNode]) -> str:
-    """The words on the line that opens a folded cell: its imports, its tests, the code of its figure; else empty."""
+    """Return the label of a folded cell for its imports, tests or figure code; empty for a cell that stays open."""
     try:
         body = ast.parse(source).body
     except SyntaxError:  # magics
@@ -240,7 +240,7 @@ def folded_words(
 
 
 def shown(cell: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
-    """A code cell as a reader sees it: nbdev's directives obeyed and left out, output in markdown as markdown."""
+    """Return a code cell as the site shows it: nbdev's directives applied and removed, Markdown output as Markdown."""
     directives = set(re.findall(r"^#\|\s*(\w+(?:: *\w+)?)", cell.source, flags=re.MULTILINE))
     source = re.sub(r"^#\|.*\n?", "", cell.source, flags=re.MULTILINE).strip()
     if "hide" in directives or not source:
@@ -267,7 +267,7 @@ def shown(cell: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
 
 
 def plain_words(text: str) -> str:
-    """The last paragraph of prose of a markdown cell without its markdown, for the alternative text of a figure below."""
+    """Return the last paragraph of a Markdown cell as plain text, for the alternative text of the figure below it."""
     parts = [
         part
         for part in re.split(r"\n\s*\n", text)
@@ -392,19 +392,19 @@ def cell_targets(cells: list[nbformat.NotebookNode], stem: str) -> dict[str, str
 
 
 def tree(entries: Iterable[str], caption: str = "", hidden: bool = True) -> str:
-    """A toctree."""
+    """Format a toctree directive."""
     head = [":hidden:"] * hidden + ([f":caption: {caption}"] if caption else [])
     return "\n".join(["```{toctree}", *head, "", *entries, "```"])
 
 
 def front_lines() -> dict[str, str]:
-    """What the front page's table says of each chapter."""
+    """Return the description of each chapter in the front page's table, keyed by chapter."""
     text = "\n".join(cell.source for cell in read(BOOK / "index.ipynb").cells)
     return dict(re.findall(r"^\| \[\d\d (\w+)\]\([^)]*\) \| (.*) \|$", text, re.MULTILINE))
 
 
 class Site:
-    """The sources of the site: what is on it, and how each page is written. `only` leaves all other pages out."""
+    """The sources of the site and the way to write each page; `only` restricts it to some pages."""
 
     def __init__(self, folder: Path, only: Iterable[str] | None = None):
         chosen = None if only is None else {"index", *only}
@@ -424,7 +424,7 @@ class Site:
         self.with_api = [f for f in self.chapters if any(page.parent == f for page in self.modules)]
 
     def write(self, name: str, text: str) -> None:
-        """One file of the sources; one that is the same already stays, so that Sphinx need not read it again."""
+        """Write one source file; leave it if its content is unchanged, so that Sphinx does not read it again."""
         file = self.folder / name
         self.written.add(file)
         if not file.exists() or file.read_text(encoding="utf-8") != text:
@@ -432,12 +432,12 @@ class Site:
             file.write_text(text, encoding="utf-8")
 
     def markdown(self, text: str, page: Path) -> str:
-        """A markdown text of a page with its links."""
+        """Return a Markdown text of a page with links that work on the site."""
         module = api.module_of(self.modules[page]) if page in self.modules else ""
         return linked_names(relinked(text, page, self.sources), self.names, module)
 
     def notebook(self, page: Path, *after: str) -> dict[str, str]:
-        """Write one notebook, with more markdown after it. The targets of what it makes, by name."""
+        """Write one notebook, followed by further Markdown, and return the link targets of its names."""
         notebook = copy.deepcopy(read(page))
         cells = []
         for cell in notebook.cells:
@@ -465,7 +465,7 @@ class Site:
         return targets
 
     def figures(self, cells: list[nbformat.NotebookNode], page: Path, stem: str) -> None:
-        """Put the pictures of the outputs into files, shown at their width and with an alternative text."""
+        """Write the pictures of the outputs to files, shown at their width and with an alternative text."""
         back = "../" * (len(Path(self.sources[page]).parts) - 1)
         said = ""
         number = 0
@@ -508,7 +508,7 @@ class Site:
                 cell.outputs[i] = nbformat.v4.new_output("display_data", {"text/html": html})
 
     def chapter(self, folder: Path) -> None:
-        """A chapter's pages, its own page, and its page of the API."""
+        """Write a chapter's pages, its start page and its API page."""
         inside = [page for page in self.pages if page.parent == folder]
         title = chapter_title(folder)
         name = folder.name.split("_", 1)[1]
@@ -543,7 +543,7 @@ class Site:
         )
 
     def front_door(self) -> str:
-        """The names that `chunk_grpo` itself offers, as a list of links."""
+        """Return the names that `chunk_grpo` exports as a list of links."""
         stub = ast.parse((PACKAGE / "__init__.pyi").read_text(encoding="utf-8"))
         return "\n".join(
             f"- {{py:obj}}`{alias.name} <chunk_grpo.{node.module}.{alias.name}>`"
@@ -553,7 +553,7 @@ class Site:
         )
 
     def build_sources(self) -> None:
-        """Everything that Sphinx reads."""
+        """Write all sources that Sphinx reads."""
         for folder in self.chapters:
             self.chapter(folder)
         findings = [page for page in self.pages if page.parent.name == "findings"]
@@ -624,7 +624,7 @@ class Site:
 
 
 def copy_mathjax(folder: Path) -> None:
-    """MathJax with its fonts, from the package that carries it, beside the site's own files."""
+    """Copy MathJax and its fonts from its package to the site's own files."""
     wanted = (
         r"mathjax/static/mathjax/(?:es5/)?(LICENSE|tex-chtml-full\.js|output/chtml/fonts/.*\.woff)"
     )
@@ -637,7 +637,7 @@ def copy_mathjax(folder: Path) -> None:
 
 
 def first_sentence(page: Path) -> str:
-    """The first sentence of a page after its heading, without markdown."""
+    """Return the first sentence of a page after its heading, without Markdown."""
     cells = read(page).cells
     text = title_of(page)[1] or next((c.source for c in cells[1:] if c.cell_type == "markdown"), "")
     text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", " ".join(text.split()))
@@ -645,7 +645,7 @@ def first_sentence(page: Path) -> str:
 
 
 def page_text(page: Path) -> str:
-    """A page as plain markdown: prose, code and printed text, without pictures."""
+    """Return a page as plain Markdown: prose, code and printed text, without pictures."""
     parts = []
     for cell in read(page).cells:
         if cell.cell_type == "markdown":
@@ -667,7 +667,7 @@ def page_text(page: Path) -> str:
 
 
 def write_llms(site: Site, out: Path) -> None:
-    """`llms.txt`, a line a page, and `llms-full.txt`, the pages themselves."""
+    """Write `llms.txt`, with one line per page, and `llms-full.txt`, with the pages themselves."""
     cells = read(BOOK / "index.ipynb").cells
     about = re.sub(
         r"\[([^\]]*)\]\([^)]*\)", r"\1", " ".join(cells[1].source.split("\n\n")[0].split())
@@ -703,7 +703,7 @@ def write_llms(site: Site, out: Path) -> None:
 
 
 def build(out: Path, work: Path, only: Iterable[str] | None = None, jobs: int = 2) -> int:
-    """Write the sources, let Sphinx make the pages with its warnings as errors, and put llms.txt beside them."""
+    """Write the sources, build the pages with Sphinx (warnings are errors), and add llms.txt."""
     from sphinx.cmd.build import main as sphinx_build
 
     site = Site(work / "source", only)
@@ -741,7 +741,7 @@ def build(out: Path, work: Path, only: Iterable[str] | None = None, jobs: int = 
 
 
 def main() -> int:
-    """Build all of it, or the pages that are named."""
+    """Build all pages, or those named on the command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, default=ROOT / "_docs")
     parser.add_argument("--work", type=Path, default=ROOT / "_proc")

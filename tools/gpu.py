@@ -25,7 +25,7 @@ START_SECONDS = 5  # that its process takes beside that, about
 
 
 def log(text: str) -> None:
-    """Print a line at once."""
+    """Print a line and flush the output."""
     print(text, flush=True)
 
 
@@ -40,7 +40,7 @@ def driver_version() -> str | None:
 
 
 def describe_environment() -> dict:
-    """Return the device, its driver and the versions: what a result depends on."""
+    """Return the device, its driver and the versions of packages, on which a result depends."""
     import torch
 
     from chunk_grpo.core import machine
@@ -67,8 +67,8 @@ def describe_environment() -> dict:
     }
 
 
-def run_check(number: int, small: bool, out: Path) -> dict:  # what its file holds
-    """Run a check in this process."""
+def run_check(number: int, small: bool, out: Path) -> dict:
+    """Run a check in this process, and return the content of its file."""
     import gpu_checks
 
     check = gpu_checks.ALL[number]
@@ -82,7 +82,7 @@ def run_check(number: int, small: bool, out: Path) -> dict:  # what its file hol
 
 
 def run_in_time(number: int, small: bool, out: Path) -> dict:
-    """Run a check in a process of its own, ended when its time is over; return what its file holds."""
+    """Run a check in a separate process with a time limit, and return the content of its file."""
     from chunk_grpo.core.files import read_json, write_json
     from chunk_grpo.core.machine import terminate_process_group
 
@@ -126,7 +126,7 @@ def run_in_time(number: int, small: bool, out: Path) -> dict:
 
 
 def main() -> int:
-    """Run what was asked for; return 1 if a check failed or did not end."""
+    """Run the requested checks; return 1 if one failed or did not finish."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -55,12 +55,12 @@ exec python3 tools/gpu.py --out "${1:-runs/results/gpu}" --seconds "${2:-540}"
 
 
 def normal_name(name: str) -> str:
-    """Return a package's name as indexes compare it."""
+    """Return a package's name in the normal form of package indexes."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def needed_packages(have: set[str]) -> list[str]:
-    """List the packages with pinned versions that the checks need and the host lacks: requirements of requirements."""
+    """List the packages, with pinned versions, that the checks need and the host lacks, including indirect requirements."""
     from importlib.metadata import distribution
 
     from packaging.requirements import Requirement
@@ -90,7 +90,7 @@ def download(packages: list[str], python: str, folder: Path) -> None:
 
 
 def keep_one_cuda(wheel: Path, cuda: str) -> None:
-    """Write bitsandbytes' wheel anew with the library of one version of CUDA alone."""
+    """Rewrite the wheel of bitsandbytes with only the library for one version of CUDA."""
     with tempfile.TemporaryDirectory() as tmp:
         smaller = Path(tmp) / wheel.name
         with (
@@ -119,7 +119,7 @@ def imported_module(wheel: Path) -> str:
 
 
 def main() -> int:
-    """Fill the folder."""
+    """Fill the folder with all files that the checks need."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -92,13 +92,13 @@ ONE_ITERATION = {  # of a preset: one prompt, so that an iteration takes a minut
 
 
 class Peak:
-    """The most memory that this process has taken on the device so far, over all its measurements."""
+    """The largest memory, in bytes, that this process has used on the device in any measurement."""
 
     bytes = 0
 
 
 def allocated_peak() -> int | None:
-    """Return the most memory that the process has taken on the device so far; None without a GPU."""
+    """Return the largest memory that the process has used on the device so far; None without a GPU."""
     if DEVICE.type != "cuda":
         return None
     Peak.bytes = max(Peak.bytes, torch.cuda.max_memory_allocated(DEVICE))
@@ -106,7 +106,7 @@ def allocated_peak() -> int | None:
 
 
 def measure_peak(call: Callable) -> tuple[object, int]:
-    """Call, and return the result and the most bytes that it took at once above what was there before."""
+    """Call a function, and return its result and the peak of the bytes that it allocated."""
     if DEVICE.type == "cuda":
         allocated_peak()
         torch.cuda.reset_peak_memory_stats(DEVICE)
@@ -120,7 +120,7 @@ def measure_peak(call: Callable) -> tuple[object, int]:
 
 
 def free_memory() -> None:
-    """Hand back what earlier parts have left."""
+    """Free the memory that earlier parts have left allocated."""
     gc.collect()
     if DEVICE.type == "cuda":
         torch.cuda.empty_cache()
@@ -128,8 +128,8 @@ def free_memory() -> None:
 
 def limit_memory(
     gigabytes: float,
-) -> float | None:  # what the device has then, in GB; None without a GPU
-    """Let this process take no more of the device's memory than a smaller card has."""
+) -> float | None:  # memory of the device under this limit, in GB; None without a GPU
+    """Limit the device memory of this process to that of a smaller card."""
     if DEVICE.type != "cuda":
         return None
     total = torch.cuda.get_device_properties(DEVICE).total_memory
@@ -138,13 +138,13 @@ def limit_memory(
 
 
 def median_seconds(call: Callable, repeats: int = 3) -> float:
-    """Return the median seconds of a call, after one that does not count."""
+    """Return the median seconds of a call, after a first call that does not count."""
     call()
     return statistics.median(speed.time_call(call, DEVICE)[1] for _ in range(repeats))
 
 
 def reached_share(flops: float, seconds: float, dtype: str) -> tuple[str | None, float | None]:
-    """Return the device's name in `plan`, and the share of its rated speed that some operations reached."""
+    """Return the device's name in `plan`, and the share of its rated speed that these operations reached."""
     name = recognise_gpu(torch.cuda.get_device_name()) if DEVICE.type == "cuda" else None
     if name is None:
         return None, None
@@ -152,7 +152,7 @@ def reached_share(flops: float, seconds: float, dtype: str) -> tuple[str | None,
 
 
 def share_entry(model: str, settings: Settings, phase: str, flops: float, seconds: float) -> dict:
-    """Return the entry of `shares.json` for some operations; empty on a device that `plan` does not know."""
+    """Return the entry of `shares.json` for a measurement; empty if `plan` does not know the device."""
     name, share = reached_share(flops, seconds, settings.dtype)
     if name is None:
         return {}
@@ -177,7 +177,7 @@ def flux_settings(small: bool, **changes) -> Settings:
 
 
 def all_finite(tensors) -> bool:
-    """Return True if every number of some tensors is finite."""
+    """Return True if all numbers of some tensors are finite."""
     return all(bool(x.isfinite().all()) for x in tensors)
 
 
@@ -185,7 +185,7 @@ def all_finite(tensors) -> bool:
 
 
 def example_inputs(policy: Policy, count: int) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Return latents, noise levels and conditioning of so many rows."""
+    """Return latents, noise levels and conditioning with this number of rows."""
     noise = [policy.noise(torch.Generator().manual_seed(i)) for i in range(count)]
     rows = policy.encode([f"a prompt with {'more ' * i}words" for i in range(count)])
     return torch.stack(noise).to(policy.device), torch.linspace(0.9, 0.3, count), rows
@@ -206,7 +206,7 @@ def backward_of(policy: Policy, inputs: tuple) -> None:
 
 
 def gradients(policy: Policy) -> Tensor:
-    """Return the gradients as one vector; weights that got none count as zeros."""
+    """Return all gradients as one vector; weights without a gradient count as zeros."""
     parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in policy.trained]
     return torch.cat([part.flatten().float() for part in parts])
 
@@ -293,7 +293,7 @@ def check_update(small: bool, folder: Path) -> Parts:
 
 
 def fits_beside_weights(wanted: int) -> bool:
-    """Return True if so many bytes fit on the device beside what is there; always True without a GPU."""
+    """Return True if this number of bytes fits in the free memory of the device; always True without a GPU."""
     if DEVICE.type != "cuda":
         return True
     free, _ = torch.cuda.mem_get_info(DEVICE)
@@ -303,7 +303,7 @@ def fits_beside_weights(wanted: int) -> bool:
 
 
 def attention_kernels(policy: Policy, rows: int = 2) -> list[str]:
-    """Return the names of the attention kernels that torch chooses in a forward and backward of some rows."""
+    """Return the names of the attention kernels that torch chooses in a forward and backward pass."""
     inputs = example_inputs(policy, rows)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
         backward_of(policy, inputs)
@@ -315,7 +315,7 @@ def attention_kernels(policy: Policy, rows: int = 2) -> list[str]:
 
 
 def check_ratio_error(small: bool, folder: Path) -> Parts:
-    """Check how far ratios are from 1 before any update, where rollout and replay have batches of other sizes."""
+    """Check how far ratios are from 1 before any update, if rollout and replay use different batch sizes."""
     images = 4 if small else 12
     batches = (2, 4) if small else (4, 8)
 
@@ -417,7 +417,7 @@ def measure_whole_iteration(
     config: ModelConfig,
     model: str,  # its hub id
 ) -> dict:
-    """Train one iteration by the trainer's own code, and return seconds, memory and shares of the rated speed."""
+    """Train one iteration with the trainer's own code, and return seconds, memory and shares of the rated speed."""
     settings = state.settings
     with counted_rows(state.policy) as rows:
         line, peak = measure_peak(lambda: trainer.train_iteration(state))
@@ -529,7 +529,7 @@ def pickscore_on_device(small: bool):
 
 
 def check_80gb_iteration(small: bool, folder: Path) -> Parts:
-    """Check that the preset for one 80 GB card trains an iteration within 80 GB, text encoder before, scorer beside."""
+    """Check that the preset for one 80 GB card trains within 80 GB, with text encoder before and scorer during the iteration."""
 
     def encode() -> Measured:
         limit_memory(80)
@@ -563,7 +563,7 @@ def check_80gb_iteration(small: bool, folder: Path) -> Parts:
 
 
 def check_one_h200(small: bool, folder: Path) -> Parts:
-    """Check that paper/one-h200-lora runs as shipped, and what compiling its blocks costs and gains."""
+    """Check that paper/one-h200-lora runs as shipped, and measure what compiling its blocks costs and gains."""
     preset = "paper/one-h200-lora"
     config = gpu_models.model_config("flux", small)
     changes = {"compile": False} if small else {}  # a compilation takes minutes on a CPU
@@ -646,7 +646,7 @@ def check_24gb_presets(small: bool, folder: Path) -> Parts:
 
 
 def run_and_free(part: Callable[[], Measured], last: bool) -> Measured:
-    """Run a part; after the last one of a model free its memory."""
+    """Run a part, and free the memory of its model if it is the last one that needs it."""
     try:
         return part()
     finally:
@@ -682,7 +682,7 @@ TRAINING_BYTES = 3 * 4 * 2 + 4 * 2
 
 
 def train_in_process(words: list[str]) -> None:
-    """Train a random model to the end of its run; called in a process of its own by `train_alone`."""
+    """Train a random model to the end of its run; `train_alone` calls this in a separate process."""
     given = read_json(Path(words[0]))
     out = Path(words[1])
     out.mkdir(exist_ok=True)
@@ -703,7 +703,7 @@ def train_in_process(words: list[str]) -> None:
 
 
 def train_alone(out: Path, config: ModelConfig, settings: dict, whole_run: bool) -> dict:
-    """Train in a process of its own, and return its numbers; raise RuntimeError with its last line if it fails."""
+    """Train in a separate process, and return its numbers; raise RuntimeError with its last line if it fails."""
     file = out.with_suffix(".json")
     write_json(file, {"config": vars(config), "settings": settings, "whole run": whole_run})
     words = [sys.executable, str(ROOT / "tools/gpu.py"), "--train", str(file), str(out)]
@@ -714,13 +714,13 @@ def train_alone(out: Path, config: ModelConfig, settings: dict, whole_run: bool)
 
 
 def part_of_flux(divisor: int, small: bool) -> ModelConfig:
-    """Return FLUX.1-dev's configuration with a part of its blocks."""
+    """Return the configuration of FLUX.1-dev with only a part of its blocks."""
     blocks = {} if small else {"num_layers": 19 // divisor, "num_single_layers": 38 // divisor}
     return gpu_models.model_config("flux", small, **blocks)
 
 
 def roomiest_folder(folder: Path) -> Path:
-    """Return the folder for large files that has most room: the given one, or one in the host's memory."""
+    """Return the folder with the most free space: the given one, or one in the memory of the host."""
     memory = Path("/dev/shm")
     if memory.is_dir() and shutil.disk_usage(memory).free > shutil.disk_usage(folder).free:
         return memory / f"chunk-grpo-{os.getpid()}"
@@ -728,7 +728,7 @@ def roomiest_folder(folder: Path) -> Path:
 
 
 def check_fsdp(small: bool, folder: Path) -> Parts:
-    """Check all weights of a part of FLUX.1-dev under FSDP2: memory beside the plan, checkpoint, resume."""
+    """Check training all weights of a part of FLUX.1-dev with FSDP2: planned memory, checkpoint and resume."""
     side = 64 if small else 512
     base = SHARDED | {
         "resolution": side,
@@ -808,7 +808,7 @@ def check_fsdp(small: bool, folder: Path) -> Parts:
 
 
 def check_masked_attention(small: bool, folder: Path) -> Parts:
-    """Check which attention kernel runs where prompts have masks, and what a forward and backward of a row takes."""
+    """Check which attention kernel runs if prompts have masks, and measure a forward and backward pass of one row."""
 
     def row_of(model: str) -> Measured:
         free_memory()
@@ -853,7 +853,7 @@ def check_masked_attention(small: bool, folder: Path) -> Parts:
 
 
 def run_command(words: list, log: Path) -> None:
-    """Run the command line to its end; raise RuntimeError with its last line if it fails."""
+    """Run a command to its end; raise RuntimeError with its last line if it fails."""
     command = [sys.executable, "-m", "chunk_grpo.cli.main", *map(str, words)]
     with open(log, "ab") as out:
         environment = os.environ | {"HF_HUB_OFFLINE": "1"}
@@ -871,7 +871,7 @@ def run_command(words: list, log: Path) -> None:
 
 
 def compare_runs(one: Path, other: Path) -> dict:
-    """Return what two runs have in common, and how far apart their weights are."""
+    """Compare metrics, pictures and weights of two runs, and return what is equal and how far the weights differ."""
 
     def lines(folder: Path) -> list[dict]:
         kept = run_folder.read_metrics_lines(folder)
@@ -897,7 +897,7 @@ def compare_runs(one: Path, other: Path) -> dict:
 
 
 def check_adamw_8bit(small: bool, folder: Path) -> Parts:
-    """Check that three steps with 8-bit moments, saved and resumed, are those of an uninterrupted run to the bit."""
+    """Check that three steps with 8-bit moments, saved and resumed, are bit-identical to an uninterrupted run."""
 
     def optimizer() -> str:
         if importlib.util.find_spec("bitsandbytes") and DEVICE.type == "cuda":
@@ -933,13 +933,13 @@ def check_adamw_8bit(small: bool, folder: Path) -> Parts:
 
 
 def reward_rise(rewards: list[float]) -> float:
-    """Return how far the reward has risen: the mean of the last sixth of iterations less that of the first sixth."""
+    """Return the mean reward of the last sixth of the iterations minus that of the first sixth."""
     count = max(1, len(rewards) // 6)
     return statistics.mean(rewards[-count:]) - statistics.mean(rewards[:count])
 
 
 def judge_learning(rises: dict[str, float]) -> str:
-    """Say what is wrong if bfloat16 rises by less than half of what float32 does; empty if nothing is."""
+    """Describe the problem if bfloat16 rises by less than half as much as float32; empty if there is none."""
     if rises["float32"] <= 0:
         return f"the reward does not rise in float32 either ({rises['float32']:+.3f})"
     if rises["bfloat16"] < rises["float32"] / 2:
@@ -1003,7 +1003,7 @@ def check_bfloat16_learns(small: bool, folder: Path) -> Parts:
 
 
 def check_scorers_decoding(small: bool, folder: Path) -> Parts:
-    """Check that scorers give the CPU's scores in float32 on the GPU, and what decoding takes beside the plan."""
+    """Check that float32 scores on the GPU equal those of the CPU, and that decoding takes the planned memory."""
 
     def run_tests() -> Measured:
         report = folder / "tests.xml"

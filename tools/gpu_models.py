@@ -223,7 +223,7 @@ def random_policy(
 
 
 def write_policy_files(folder: Path) -> None:
-    """Write what policies read of a pipeline's folder besides its weights."""
+    """Write the files, besides weights, that policies read from a pipeline's folder."""
     (folder / "scheduler").mkdir(parents=True, exist_ok=True)
     scheduler = {"_class_name": "FlowMatchEulerDiscreteScheduler", "shift": 3.0}
     (folder / "scheduler" / "scheduler_config.json").write_text(json.dumps(scheduler))
@@ -231,7 +231,7 @@ def write_policy_files(folder: Path) -> None:
 
 
 def trainable_policy(config: ModelConfig, settings: Settings, folder: Path) -> Policy:
-    """Make a random policy that is trained as the settings say."""
+    """Make a random policy, with the trainable weights that the settings select."""
     policy = random_policy(config, settings, folder)
     trainable.set_attention_backend(policy, settings.attention)
     if settings.compile:
@@ -253,7 +253,7 @@ def trainable_policy(config: ModelConfig, settings: Settings, folder: Path) -> P
 
 
 def replaced_loaders(config: ModelConfig, settings: Settings, folder: Path, scorer):
-    """Replace what reads weights from the disk by what makes random ones, in everything that training calls."""
+    """Replace the functions that read weights from disk by ones that make random weights, within this context."""
     return (
         mock.patch.object(placement, "load_placed_reward", lambda name, **options: scorer),
         mock.patch.object(
@@ -268,7 +268,7 @@ def replaced_loaders(config: ModelConfig, settings: Settings, folder: Path, scor
 def prepare_training(
     config: ModelConfig, settings: Settings, folder: Path, scorer
 ) -> TrainingState:
-    """Prepare a run of a random model up to its first iteration, by the code that trains."""
+    """Prepare a run of a random model up to its first iteration, with the code that trains."""
     run = folder / "run"
     run.mkdir(parents=True, exist_ok=True)
     rewards, policies, embeds = replaced_loaders(config, settings, folder / "model", scorer)

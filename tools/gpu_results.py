@@ -29,10 +29,10 @@ NOT_RUN = "not run"
 
 @dataclass(frozen=True)
 class Measured:
-    """The numbers of one part of a check, and what is wrong with them."""
+    """The numbers of one part of a check, and the problem with them."""
 
     numbers: dict
-    problem: str = ""  # empty: nothing is wrong
+    problem: str = ""  # empty if there is none
 
 
 def check_file(number: int, folder: Path = RESULTS) -> Path:
@@ -42,8 +42,8 @@ def check_file(number: int, folder: Path = RESULTS) -> Path:
 
 def verdict_of(
     parts: Mapping[str, dict],
-) -> tuple[str, str]:  # passed, failed or unfinished; and why
-    """Judge a check by its parts."""
+) -> tuple[str, str]:  # passed, failed or unfinished, and the reason
+    """Judge a check by its parts, and return its verdict and the reason."""
     failed = {name: part["failed"] for name, part in parts.items() if part.get("failed")}
     if failed:
         name, reason = next(iter(failed.items()))
@@ -56,13 +56,13 @@ def verdict_of(
 
 
 def measure_parts(
-    parts: Mapping[str, Callable[[], Measured]],  # by name, in their order
-    file: Path,  # written after each part, so that a killed check leaves what it had
-    about: dict,  # stands in the file before the parts
-    # the most memory that the process has taken on the device
+    parts: Mapping[str, Callable[[], Measured]],  # keyed by name, in order
+    file: Path,  # written after each part, so that a killed check keeps its finished parts
+    about: dict,  # entries of the file before the parts
+    # returns the largest memory that the process has used on the device
     peak_bytes: Callable[[], int | None] = lambda: None,
-) -> dict:  # what the file holds
-    """Measure the parts of a check one after the other; a part that fails leaves its reason."""
+) -> dict:  # content of the file
+    """Measure the parts of a check one after the other; if a part fails, its reason is recorded."""
     start = time.monotonic()
     content = dict(about)
     results = {name: {"status": NOT_RUN} for name in parts}
@@ -105,12 +105,12 @@ def read_results(folder: Path = RESULTS) -> dict[int, dict]:  # by number
 
 
 def has_result(number: int, folder: Path = RESULTS) -> bool:
-    """Return True if a check ran to its end on a GPU at full size, whatever its verdict."""
+    """Return True if a check finished on a GPU at full size, whatever its verdict."""
     return read_results(folder).get(number, {}).get("verdict") in ("passed", "failed")
 
 
 def describe_numbers(numbers: Mapping, prefix: str = "") -> str:
-    """Write the numbers of a part in one line."""
+    """Format the numbers of a part in one line."""
     texts = []
     for name, value in numbers.items():
         if isinstance(value, Mapping):
@@ -122,7 +122,7 @@ def describe_numbers(numbers: Mapping, prefix: str = "") -> str:
 
 
 def describe_check(result: Mapping) -> str:
-    """Write a check's result as the line that `make gpu` prints."""
+    """Format the result of a check as the line that `make gpu` prints."""
     peak = "" if result["peak_gb"] is None else f", peak {result['peak_gb']:.1f} GB"
     reason = f": {result['reason']}" if result["reason"] else ""
     name = f"check {result['check']}, {result['name']}"
@@ -130,7 +130,7 @@ def describe_check(result: Mapping) -> str:
 
 
 def result_rows(found: Mapping[int, dict]) -> list[list[str]]:  # check, verdict, part, numbers
-    """Write the checks as a table; every check has a row."""
+    """Format the checks as rows of a table; every check has a row."""
     rows = []
     for number, name in CHECKS.items():
         if number not in found:
@@ -144,7 +144,7 @@ def result_rows(found: Mapping[int, dict]) -> list[list[str]]:  # check, verdict
 
 
 def gpu_sentence(found: Mapping[int, dict]) -> str:  # found: of `read_results`
-    """Say in one sentence which of the ten checks ran on a GPU, and how they ended."""
+    """Describe in one sentence which of the ten checks ran on a GPU, and with what verdicts."""
     ended = {n: result for n, result in found.items() if result["verdict"] in ("passed", "failed")}
     if not ended:
         return (
@@ -158,7 +158,7 @@ def gpu_sentence(found: Mapping[int, dict]) -> str:  # found: of `read_results`
 
 
 def stage_shares(folder: Path = RESULTS) -> list[dict]:
-    """Compute the shares that the forward passes of the earlier measurement reached: FLUX.1-dev, one row, bfloat16."""
+    """Compute the shares of the rated speed from the earlier measurement: FLUX.1-dev, one row, bfloat16."""
     from chunk_grpo.models.cost import find_model_config, forward_flops
     from chunk_grpo.planning.devices import find_device, recognise_gpu
 
@@ -181,7 +181,7 @@ def stage_shares(folder: Path = RESULTS) -> list[dict]:
 
 
 def collect_shares(folder: Path = RESULTS) -> list[dict]:
-    """Collect the measured shares of devices' rates, which `chunk-grpo plan` uses; of two alike the newer counts."""
+    """Collect the measured shares of the devices' rated speeds, which `plan` uses; a newer one replaces an older one."""
     rows = stage_shares(folder)
     for result in read_results(folder).values():
         for part in result["parts"].values():
@@ -197,7 +197,7 @@ def collect_shares(folder: Path = RESULTS) -> list[dict]:
 
 
 def write_shares(folder: Path = RESULTS) -> None:
-    """Write `shares.json` anew from the results."""
+    """Write `shares.json` from the results."""
     write_json(folder / "shares.json", collect_shares(folder))
 
 

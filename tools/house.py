@@ -43,7 +43,7 @@ COLUMN, WIDTH, HEIGHT, FLOOR, TOP = 79, 288, 48, 92, 116  # pixels
 
 
 def imported_chapters(file: Path) -> set[str]:
-    """The chapters that a module of the package imports, at its top or inside a function."""
+    """Return the chapters that a module of the package imports, at its top or inside a function."""
     found = set()
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom) and (
@@ -55,7 +55,7 @@ def imported_chapters(file: Path) -> set[str]:
 
 
 def built_on() -> dict[str, list[str]]:
-    """The chapters that each chapter needs and that do not follow from another one that it needs."""
+    """Return for each chapter the chapters that it imports, without those that follow from another import."""
     direct = {}
     earlier = set()
     for name in CHAPTERS:
@@ -73,7 +73,7 @@ def built_on() -> dict[str, list[str]]:
 
 
 def box(x: float, y: float, width: float, height: float, colour: str, lines: list[str]) -> str:
-    """A box with one or two lines of text, the first one bold."""
+    """Draw a box with one or two lines of text, the first one bold."""
     kinds = ["flow"] if len(lines) == 1 else ["name", "what"]
     middle = [y + height / 2 + 5] if len(lines) == 1 else [y + 20, y + 38]
     text = "".join(
@@ -84,13 +84,13 @@ def box(x: float, y: float, width: float, height: float, colour: str, lines: lis
 
 
 def place(name: str) -> tuple[float, float]:
-    """The upper left corner of a chapter's box."""
+    """Return the upper left corner of a chapter's box."""
     _, column, floor, _ = CHAPTERS[name]
     return 12 + column * COLUMN, TOP + (6 - floor) * FLOOR
 
 
 def arrow(upper: str, lower: str) -> str:
-    """From the lower edge of one box to the upper edge of another."""
+    """Draw an arrow from the lower edge of one box to the upper edge of another."""
     (x0, y0), (x1, y1) = place(upper), place(lower)
     shift = max(-0.35, min(0.35, (x1 - x0) / WIDTH / 3)) * WIDTH
     return (
@@ -108,12 +108,12 @@ TIP = """<defs><marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth=
 
 
 def note(y: float, text: str) -> str:
-    """A line of small text at the left."""
+    """Draw a line of small text at the left edge."""
     return f'<text x="12" y="{y:g}" class="note">{escape(text)}</text>'
 
 
 def picture() -> str:
-    """The whole picture as SVG."""
+    """Return the whole picture as SVG."""
     width = 12 * COLUMN + 24
     height = TOP + 6 * FLOOR + HEIGHT + 12
     step = 12 * COLUMN / len(FLOW)
@@ -140,7 +140,7 @@ def picture() -> str:
 
 
 def main() -> int:
-    """Write the picture, or compare it."""
+    """Write the picture, or compare it with the file."""
     if "--check" in sys.argv[1:]:
         return int(not PICTURE.is_file() or PICTURE.read_text(encoding="utf-8") != picture())
     PICTURE.write_text(picture(), encoding="utf-8")

@@ -10,7 +10,7 @@ CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 
 
 def install_note(pip_settings: str) -> str:
-    """Say how large the download and the environment are, by the indexes that `pip config list` prints."""
+    """Describe the size of the download and of the environment, for the package indexes in the output of `pip config list`."""
     measured = json.loads((ROOT / "runs/results/install.json").read_text())
     sizes = {
         build: f"pip downloads about {size['download_gb']} GB, and .venv takes about {size['disk_gb']} GB of disk"

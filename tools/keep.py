@@ -25,7 +25,7 @@ FILES = ("run.json", "metrics.jsonl", "profile.json", "evaluation/summary.json")
 
 
 def keep_study(name: str) -> int:
-    """Merge a study's rows into those kept; 2 where it has none."""
+    """Merge the rows of a study into the stored ones; return 2 if it has none."""
     folder = Path("runs") / "studies" / name
     old = RESULTS / "studies" / f"{name}.jsonl"
     new = (folder / "trials" if (folder / "trials").is_dir() else folder) / "results.jsonl"
@@ -47,7 +47,7 @@ def keep_study(name: str) -> int:
 
 
 def keep_images(name: str, run: Path) -> int:
-    """Write the images that a run kept while it trained, and their scores; 2 if it kept none."""
+    """Copy the images that a run saved during training, and their scores; return 2 if it saved none."""
     from chunk_grpo.core.settings import image_size, reward_weights
     from chunk_grpo.rewards.rewards import load_reward
     from chunk_grpo.runs.run_folder import read_run_info, read_run_settings
@@ -100,7 +100,7 @@ def keep_images(name: str, run: Path) -> int:
 
 
 def main() -> int:
-    """Copy the files; 2 where a run lacks one."""
+    """Copy the files; return 2 if a run lacks one."""
     name, *runs = sys.argv[1:]
     if name == "images":
         return keep_images(runs[0], Path(runs[1]))

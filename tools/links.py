@@ -20,7 +20,7 @@ PARTS = {
 
 
 class Page(HTMLParser):
-    """What a page is linked by and what it links to."""
+    """Parse the link targets and the links of an HTML page."""
 
     def __init__(self, text: str):
         super().__init__()
@@ -38,15 +38,15 @@ class Page(HTMLParser):
 
 @dataclass
 class Found:
-    """What a check of links found."""
+    """The result of a check of links."""
 
-    broken: list[str] = field(default_factory=list)  # a sentence a link
-    outside: set[str] = field(default_factory=set)  # addresses on other sites
-    checked: int = 0  # links inside
+    broken: list[str] = field(default_factory=list)  # one sentence per broken link
+    outside: set[str] = field(default_factory=set)  # linked addresses on other sites
+    checked: int = 0  # number of links within the site
 
 
 def check(folder: Path) -> Found:
-    """Look at every page of a folder."""
+    """Check the links of every page in a folder."""
     files = [
         path for path in folder.rglob("*.html") if "_static" not in path.parts
     ]  # there lie the theme's templates
@@ -77,7 +77,7 @@ def check(folder: Path) -> Found:
 
 
 def main() -> int:
-    """Print what was found."""
+    """Check a built site and print the broken links."""
     found = check(Path(sys.argv[1]))
     print(
         "\n".join(

@@ -118,11 +118,13 @@ KEYBOARD = r"""
 
 
 def measure(
-    folder: Path,  # of the built site
+    folder: Path,  # folder of the built site
     widths: tuple[int, ...] = WIDTHS,
-    beginnings: tuple[str, ...] = (),  # of the names of pages; empty for all
+    beginnings: tuple[
+        str, ...
+    ] = (),  # measure pages whose names begin with one of these; empty: all
 ) -> dict[int, dict[str, dict]]:
-    """Return what was found on each page, by width and name."""
+    """Measure each page at each width, and return the results, keyed by width and page name."""
     from playwright.sync_api import sync_playwright
 
     names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*.html"))
@@ -163,7 +165,7 @@ def measure(
 
 
 def summary(found: dict[str, dict]) -> list[tuple[str, str, list[str]]]:
-    """Return the numbers of one width: what is counted, how often, and the pages behind it."""
+    """Return rows for one width: what is counted, how often it occurs, and the pages where it occurs."""
     with_article = {name: page for name, page in found.items() if "code" in page}
     lines = []
     for part in ("equations", "tables", "code"):

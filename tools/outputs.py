@@ -32,7 +32,7 @@ SKIPPED = {"eval: false", "notest", "slow", "gpu"}
 
 
 def book() -> list[Path]:
-    """The pages that keep their outputs: all but the reports, which papermill runs."""
+    """Return the pages whose outputs are stored: all except the reports, which papermill runs."""
     pages = [
         *(ROOT / "nbs").glob("[0-9]*/*.ipynb"),
         *(ROOT / "nbs/findings").glob("*.ipynb"),
@@ -43,24 +43,24 @@ def book() -> list[Path]:
 
 
 def directives(cell: NotebookNode) -> set[str]:
-    """What stands behind `#|` in a cell."""
+    """Return the directives of a cell, the words after `#|`."""
     return set(re.findall(r"^#\|\s*(.+?)\s*$", cell.source, flags=re.MULTILINE))
 
 
 def code_hash(notebook: NotebookNode) -> str:
-    """The hash of a page's code cells, in their order."""
+    """Return the hash of a page's code cells, in order."""
     code = "\0".join(cell.source for cell in notebook.cells if cell.cell_type == "code")
     return hashlib.sha256(code.encode()).hexdigest()[:16]
 
 
 def file_hash(path: str) -> str | None:
-    """The hash of a file, named from the root; None where there is none."""
+    """Return the hash of a file, named relative to the root; None if it does not exist."""
     file = ROOT / path
     return hashlib.sha256(file.read_bytes()).hexdigest()[:16] if file.is_file() else None
 
 
 def stale_because(page: Path) -> str:
-    """What changed since a page's outputs were made: its code, or results that it reads; empty where nothing did."""
+    """Say what changed since a page's outputs were made: its code, or results that it reads; empty if nothing did."""
     notebook = nbformat.read(page, as_version=4)
     if notebook.metadata.get("outputs_of") != code_hash(notebook):
         return "its code"
@@ -69,7 +69,7 @@ def stale_because(page: Path) -> str:
 
 
 def small_png(encoded: str) -> str:
-    """A picture in at most 256 colours, which takes a third of the bytes; both in base64."""
+    """Reduce a base64 PNG to at most 256 colours, which takes a third of the bytes."""
     picture = Image.open(io.BytesIO(base64.b64decode(encoded)))
     file = io.BytesIO()
     white = Image.new("RGBA", picture.size, "white")
@@ -80,7 +80,7 @@ def small_png(encoded: str) -> str:
 
 
 def kept_output(output: NotebookNode) -> NotebookNode | None:
-    """An output as it is kept, or None."""
+    """Return an output in the form in which it is stored; None if it is not stored."""
     if output.output_type == "stream":
         return output if output.name == "stdout" else None
     if output.output_type == "error":
@@ -105,7 +105,7 @@ def kept_output(output: NotebookNode) -> NotebookNode | None:
 
 
 def joined(outputs: list[NotebookNode]) -> list[NotebookNode]:
-    """Outputs with neighbouring pieces of the same stream as one."""
+    """Merge neighbouring outputs of the same stream."""
     found: list[NotebookNode] = []
     for output in outputs:
         if found and output.output_type == "stream" == found[-1].output_type:
@@ -133,7 +133,7 @@ del watch
 
 
 def renew(page: Path) -> None:
-    """Run a page in a kernel of its own and keep what its cells show."""
+    """Run a page in its own kernel, and store the outputs of its cells."""
     notebook = nbformat.read(page, as_version=4)
     run = nbformat.v4.new_notebook()
     cells = [
@@ -175,7 +175,7 @@ def renew(page: Path) -> None:
 
 
 def main() -> int:
-    """Renew or check."""
+    """Renew the outputs of pages, or check that they are current."""
     words = sys.argv[1:]
     named = [Path(word).resolve() for word in words if not word.startswith("-")]
     if len(named) == 1 and "--one" in words:

@@ -18,13 +18,13 @@ NOTE = "<!-- Written by `make prepare` from nbs/index.ipynb: edit the notebook. 
 
 
 def relinked(text: str) -> str:
-    """Markdown of the index with the README's links: the book lies beside the index and one level below the README."""
+    """Convert the links of the front page to those of the README, which lies one level above the notebook."""
     beside = r"\]\((?!https?:|#|/|\.\./)([^)]+\.(?:ipynb|png|svg))\)"
     return re.sub(beside, r"](nbs/\1)", text).replace("](../", "](")
 
 
 def output_text(output: nbformat.NotebookNode) -> str:
-    """One kept output as markdown; nothing for kinds that a README cannot hold."""
+    """Return a stored output as Markdown; empty for kinds that a README cannot show."""
     data = output.get("data", {})
     if "text/markdown" in data:
         return relinked(data["text/markdown"].strip())
@@ -33,7 +33,7 @@ def output_text(output: nbformat.NotebookNode) -> str:
 
 
 def cell_text(cell: nbformat.NotebookNode) -> list[str]:
-    """The blocks of markdown that a cell gives."""
+    """Return the Markdown blocks of a cell."""
     if cell.cell_type != "code":
         return [relinked(cell.source)]
     directives = set(re.findall(r"^#\|\s*(.+?)\s*$", cell.source, flags=re.MULTILINE))
@@ -45,7 +45,7 @@ def cell_text(cell: nbformat.NotebookNode) -> list[str]:
 
 
 def readme(path: Path = ROOT / "nbs/index.ipynb") -> str:
-    """The text of README.md."""
+    """Return the text of README.md."""
     notebook = nbformat.read(path, as_version=4)
     blocks = [block.strip() for cell in notebook.cells for block in cell_text(cell)]
     return "\n\n".join([NOTE, *(block for block in blocks if block)]) + "\n"
@@ -72,7 +72,7 @@ def pictures() -> dict[Path, bytes]:  # by file
 
 
 def main() -> int:
-    """Write README.md and its pictures, or compare them."""
+    """Write README.md and its pictures, or compare them with the files."""
     files = {ROOT / "README.md": readme().encode(), **pictures()}
     if "--check" in sys.argv[1:]:
         return int(

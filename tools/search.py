@@ -45,7 +45,7 @@ SIGNS = {  # formulas in an excerpt are read as text
 
 @dataclass
 class Section:
-    """One heading, or one entry of the API, and the text below it."""
+    """A heading or an API entry, and the text below it."""
 
     page: str
     anchor: str
@@ -144,7 +144,7 @@ class Reader(HTMLParser):
             self.add(data.replace("\n", " "))
 
     def add(self, text: str) -> None:
-        """Put a text where it belongs."""
+        """Add a text to the current section."""
         if not self.stack or self.skipping:
             return
         if self.in_heading is not None:

@@ -26,24 +26,24 @@ RANKED = """
 
 
 def rank_of_answer(
-    pages: list[str],  # as the search orders them
-    answers: list[str],  # pages that answer
+    pages: list[str],  # pages in the order of the search
+    answers: list[str],  # pages that answer the question
 ) -> int | None:
     """Return the rank, from 1, of the first page that answers; None if no page does."""
     return next((rank for rank, page in enumerate(pages, 1) if page in answers), None)
 
 
 def ask(
-    page,  # a page of a browser, which has opened the site's search
+    page,  # browser page that shows the site's search
     questions: list[str],
 ) -> list[dict]:
-    """Return for each question the pages, their headings, excerpts and the names of the API, best first."""
+    """Search for each question, and return its pages, headings, excerpts and API names, best first."""
     page.wait_for_function("window.BOOK_SEARCH !== undefined")
     return page.evaluate(RANKED, questions)
 
 
 def ask_site(folder: Path, questions: list[str]) -> list[dict]:
-    """Open the search of a built site in Chromium, from its files, and ask it."""
+    """Open the search of a built site in Chromium from its files, and search for the questions."""
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as started:
@@ -59,7 +59,7 @@ def ask_site(folder: Path, questions: list[str]) -> list[dict]:
 
 
 def main() -> int:
-    """Print ranks; the exit status is 1 if a question of the list is not answered among the first pages."""
+    """Print the ranks; return 1 if a question of the list has no answer among the first pages."""
     folder, *phrases = sys.argv[1:]
     expected = json.loads(QUESTIONS.read_text(encoding="utf-8"))
     questions = phrases or list(expected)

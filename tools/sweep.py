@@ -154,7 +154,7 @@ NARROW = dict.fromkeys(["elbo-epg", "v-grpo"], {"asymmetric:0.5:0.5": "asymmetri
 
 
 def list_pairs(method: str) -> list[tuple[dict, str, object]]:
-    """List the pairs of a method: the settings that go with it, the setting's name, and its value."""
+    """List the pairs of a method: the settings that a setting needs, the name of the setting, and its value."""
     pairs = []
     for name, values in VARIANTS.items():
         for value in values:
@@ -166,13 +166,13 @@ def list_pairs(method: str) -> list[tuple[dict, str, object]]:
 
 
 def pair_name(needed: dict, name: str, value: object) -> str:
-    """Write a pair in one line."""
+    """Format a pair in one line."""
     beside = " ".join(f"{key}={x}" for key, x in needed.items())
     return f"{name}={value}" + (f" with {beside}" if beside else "")
 
 
 def make_settings(method: str, **changes) -> Settings:
-    """Make the short run's settings; raises InputError where they are rejected."""
+    """Make the settings of the short run; raise InputError if they are rejected."""
     base = {**read_settings_file("pocket/tiny"), **BASE}
     settings = load_settings(base, {"method": method, **FITTED.get(method, {}), **changes})
     load_method(settings)
@@ -195,7 +195,7 @@ ONE_GRADIENT = {"pepg", "par"}  # the page on surrogates shows it
 
 @dataclass(frozen=True)
 class Trained:
-    """What a short run trained, and how far it moved the weights."""
+    """The updates of a short run, and the change of its weights."""
 
     moved: torch.Tensor
     updates: list  # of all iterations, one UpdateBatch each
@@ -209,15 +209,15 @@ class Trained:
 
 
 def chose_same_chunks(name: str, changed: Trained, plain: Trained) -> bool:
-    """Return True if a setting that chooses chunks chose what was trained without it.
+    """Return True if a setting that selects chunks selected the same ones as the run without it.
 
-    The short runs have six transitions, so such a choice is often the same.
+    The short runs have six transitions, so this happens often.
     """
     return name in CHOOSE_CHUNKS and changed.transitions() == plain.transitions()
 
 
 def need_not_differ(name: str, changed: Settings, plain: Settings) -> bool:
-    """Return True if two values of a setting train the same by proof."""
+    """Return True if two values of a setting provably train the same."""
     if name == "surrogate":
         return {changed.surrogate, plain.surrogate} == ONE_GRADIENT
     # The ratio of an update from the weights that sampled is 1.
@@ -236,7 +236,7 @@ class Runs:
         self.load_reward = placement.load_placed_reward
 
     def load_once(self, model: str, **options):
-        """Load a policy, or give back the same one with the weights that it was loaded with."""
+        """Load a policy, or return the loaded one with its initial weights restored."""
         key = repr(sorted(options.items()))
         if key not in self.networks:
             policy = self.load(model, **options)
@@ -249,7 +249,7 @@ class Runs:
         return policy
 
     def reward_once(self, name: str, **options):
-        """Load a reward once."""
+        """Load a reward, or return the loaded one."""
         if name not in self.rewards:
             self.rewards[name] = self.load_reward(name, **options)
         return self.rewards[name]
@@ -284,14 +284,14 @@ class Runs:
         return Trained(moved=moved, updates=updates)
 
     def train_without(self, method: str, needed: dict) -> Trained:
-        """Train the run without the setting, once."""
+        """Train the run without the setting, or return the result of an earlier call."""
         key = repr((method, needed))
         if key not in self.plain:
             self.plain[key] = self.train(make_settings(method, **needed))
         return self.plain[key]
 
     def try_pair(self, method: str, needed: dict, name: str, value: object) -> str | None:
-        """Say what a pair comes to; None where the method has this value already or does not take what goes with it."""
+        """Train a pair and describe its outcome; None if the method already has this value or rejects what the pair needs."""
         try:
             without = make_settings(method, **needed)
         except InputError:
@@ -348,7 +348,7 @@ def summarise(pairs: dict[str, dict[str, str]]) -> dict:
 
 
 def main():
-    """Sweep and keep the counts."""
+    """Sweep all pairs, and write the counts."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -24,12 +24,19 @@ from ..core.files import RunInfo, read_json
 from ..core.machine import die_with_parent, terminate_process_group
 
 # %% ../../nbs/09_runs/02_processes.ipynb #74ccb3c1
+def _core_count() -> int:
+    """Return the number of cores that this process may use; on systems without CPU affinity, such as macOS, all."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 def default_sampling_processes(run: Path | str) -> int:
     """Return the default number of processes that sample a run's images.
 
     It is the number that trained the run, but at most one per GPU, or one per core without a GPU.
     """
-    available = torch.cuda.device_count() or len(os.sched_getaffinity(0))
+    available = torch.cuda.device_count() or _core_count()
     trained_with = read_json(Path(run) / "run.json", RunInfo).get("processes", 1)
     return max(1, min(trained_with, available))
 
@@ -52,7 +59,7 @@ def _share_environment(
 ) -> dict[str, str]:
     """Build the environment variables that give a process one GPU and its share of the cores, or one thread without a GPU."""
     gpus = torch.cuda.device_count()
-    cores = len(os.sched_getaffinity(0))
+    cores = _core_count()
     threads = max(1, cores // process_count) if gpus else 1
     environment = {
         "OMP_NUM_THREADS": str(threads)

@@ -88,7 +88,7 @@ def exact_p_value(
     """
     shared = sorted(theirs.keys() & ours.keys())
     if len(shared) > 8:
-        raise InputError(f"the exact chance takes tables of at most 8 methods; got {len(shared)}")
+        raise InputError(f"`theirs` and `ours` must share at most 8 methods; got {len(shared)}")
     scores = [ours[name] for name in shared]
     observed, _ = concordance(theirs, dict(zip(shared, scores, strict=True)))
     permuted = []

@@ -69,7 +69,7 @@ def load_study_rows(
     for arm, seed in runs:
         if runs.count((arm, seed)) > 1:
             raise InputError(
-                f"study: {name} has the arm {arm} with seed {seed} more than once, allowed is once."
+                f"`name` must be a study with one row per run; {name} has the arm {arm} with seed {seed} more than once"
             )
 
     def position(row: Mapping) -> tuple[int, int]:
@@ -93,7 +93,7 @@ def missing_runs_note(
     counts = sorted({len(seeds) for seeds in study["seeds_of_arm"].values()})
     planned = " or ".join(map(str, counts))
     if not rows:
-        return f"No run of this study is kept yet; planned: {len(study['arms'])} arms, {planned} seeds."
+        return f"No run of this study is stored yet; planned: {len(study['arms'])} arms, {planned} seeds."
     finished = {(row["arm"], row["seed"]) for row in rows}
     missing = []
     for arm in study["arms"]:
@@ -103,7 +103,7 @@ def missing_runs_note(
         elif seeds:
             missing.append(f"{arm} (seed {', '.join(map(str, seeds))})")
     if missing:
-        return f"Not there yet: {'; '.join(missing)}."
+        return f"Still missing: {'; '.join(missing)}."
     return f"Every arm has its {planned} planned seeds."
 
 
@@ -114,7 +114,7 @@ def earlier_model_note(rows: Sequence[Mapping]) -> str:
     earlier = [row for row in pocket if row.get("model_sha256", shipped) != shipped]
     if not earlier:
         return ""
-    return f"{len(earlier)} of them had the base model that was shipped before the present one."
+    return f"{len(earlier)} of them used an earlier version of the shipped base model."
 
 
 def provenance_note(rows: Sequence[Mapping]) -> str:
@@ -156,8 +156,8 @@ def mean_score(
     for field, name in {"arm": arm, "reward": reward}.items():
         if name not in scores:
             raise InputError(
-                f"{field}: got {name!r}, allowed is what {row['arm']} with seed {row['seed']} was "
-                f"evaluated on: {', '.join(scores)}."
+                f"`{field}` must be one with which {row['arm']} with seed {row['seed']} was evaluated, "
+                f"{', '.join(scores)}; got {name!r}"
             )
         scores = scores[name]
     return sum(scores) / len(scores)
@@ -186,7 +186,7 @@ def paired_intervals(
     """
     if reference not in arms_with_runs(rows):
         available = ", ".join(arms_with_runs(rows)) or "none yet"
-        raise InputError(f"reference: got {reference!r}, allowed is an arm with runs: {available}.")
+        raise InputError(f"`reference` must be an arm with runs, {available}; got {reference!r}")
     return t_intervals(paired_differences(gains_by_seed(rows, reward, arm), reference))
 
 
@@ -203,10 +203,10 @@ def contrast_table(
     contrasts: Mapping[str, Sequence[Sequence[str]]],  # family -> pairs of arms: first minus second
     reward: str,  # name of a reward that was evaluated
     arm: str = "plain",  # arm of the evaluation
-) -> pd.DataFrame:  # a row per pair: family, arm, less, n, mean, se, lo, hi, p, holm
+) -> pd.DataFrame:  # a row per pair: family, arm, reference, n, mean, se, lo, hi, p, holm
     """Compare pairs of arms on the seeds that both have, with Holm's correction within each family.
 
-    In each row `less` is the arm that is subtracted. The numbers of a pair are nan if one of its arms has no runs.
+    In each row `reference` is the arm that is subtracted. The numbers of a pair are nan if one of its arms has no runs.
     """
     gains = gains_by_seed(rows, reward, arm)
     tables = []
@@ -217,11 +217,11 @@ def contrast_table(
         differences = {}
         for pair_index, (first, second) in enumerate(pairs):
             differences[pair_index] = gains[first] - gains[second]
-        table = pd.DataFrame(pairs, columns=["arm", "less"]).assign(family=family)
+        table = pd.DataFrame(pairs, columns=["arm", "reference"]).assign(family=family)
         tables.append(table.join(t_intervals(pd.DataFrame(differences))))
     if not tables:
         return pd.DataFrame(
-            columns=["family", "arm", "less", "n", "mean", "se", "lo", "hi", "p", "holm"]
+            columns=["family", "arm", "reference", "n", "mean", "se", "lo", "hi", "p", "holm"]
         )
     combined = pd.concat(tables, ignore_index=True)
     return combined[["family", *(name for name in combined if name != "family")]]
@@ -242,7 +242,7 @@ def common_rewards(rows: Sequence[Mapping]) -> list[str]:
 
 
 def format_difference(
-    difference: Mapping,  # has mean, lo and hi
+    difference: Mapping,  # with the keys mean, lo and hi; nan if there is only one seed
 ) -> str:
     """Format a difference with its interval, or without one if there is only one seed."""
     numbers = {}
@@ -293,11 +293,11 @@ def study_table(
             if differences is None:
                 continue
             if line["arm"] == reference:
-                line[f"{reward}: less {reference}"] = "reference"
+                line[f"{reward}: minus {reference}"] = "reference"
                 line[f"{reward}: p (Holm)"] = ""
             else:
                 difference = differences.loc[line["arm"]]
-                line[f"{reward}: less {reference}"] = format_difference(difference)
+                line[f"{reward}: minus {reference}"] = format_difference(difference)
                 line[f"{reward}: p (Holm)"] = format_small_number(difference.holm)
     return lines
 
@@ -334,8 +334,8 @@ def differing_settings(
         mixed = [name for name in first if any(run.get(name) != first[name] for run in runs)]
         if mixed:
             raise InputError(
-                f"study: the runs of the arm {arm} differ in {', '.join(mixed)}, allowed is the seed "
-                "alone."
+                f"`rows` must differ within an arm only in the seed; the runs of the arm {arm} differ in "
+                f"{', '.join(mixed)}"
             )
         first_settings[arm] = first
 
@@ -415,7 +415,7 @@ def curve_column(
     """Return one training curve of a run; raise InputError if the run has no curve of that name."""
     if name not in row["curve"]:
         raise InputError(
-            f"reward: got {name!r}, allowed are the columns of the curve: {', '.join(row['curve'])}."
+            f"`name` must be a column of the curve, {', '.join(row['curve'])}; got {name!r}"
         )
     return np.array(row["curve"][name], dtype=float)
 

@@ -479,7 +479,7 @@ def _find_commit(
     names: dict[Path, str] = {}  # file -> its path inside the repository
     for file in files:
         if file.is_symlink():
-            return None, f"{file} is a link, of which git keeps only where it leads"
+            return None, f"{file} is a symbolic link, and git stores only its target"
         if not file.resolve().is_relative_to(top):
             return None, f"{file} lies outside of the study's git repository {top}"
         names[file] = file.resolve().relative_to(top).as_posix()
@@ -616,8 +616,8 @@ def find_finished_row(
     for row, (name, value) in itertools.product(rows, wanted.items()):
         if not isinstance(row.get(name), type(value)):
             raise InputError(
-                f"the rows of finished trials must each hold `{name}`, as a study's results.jsonl; one "
-                f"holds {format_value(row.get(name))} there"
+                f"each row of a finished trial must have `{name}`, like the rows of a study's results.jsonl; got "
+                f"{format_value(row.get(name))}"
             )
 
     candidates = [row for row in rows if outcome_key(row) == outcome_key(wanted)]

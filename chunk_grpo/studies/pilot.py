@@ -74,8 +74,8 @@ def write_tuning_study(
         raise InputError("`outcome` of study.yaml must name the reward that is tuned for; got none")
     if study.tune_prompts in (base.eval_prompts, study.evaluation.get("eval_prompts")):
         raise InputError(
-            f"`tune_prompts` of study.yaml must be other prompts than `eval_prompts`, which decide; got "
-            f"{study.tune_prompts} as both"
+            f"`tune_prompts` of study.yaml must differ from `eval_prompts`, which decide between the arms; got "
+            f"{study.tune_prompts} for both"
         )
 
     excluded_fields = {
@@ -241,7 +241,7 @@ def tune_study(
     for arm, best in best_points.items():
         edge = f", at the edge of the grid in {' and '.join(best['edge'])}" if best["edge"] else ""
         say(
-            f"{arm}: {best['settings']}, gain {best['gain']:+.4f} of {len(best['points'])} points tried{edge}"
+            f"{arm}: {best['settings']}, gain {best['gain']:+.4f}, the best of {len(best['points'])} points{edge}"
         )
     return best_points
 

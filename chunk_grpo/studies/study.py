@@ -509,7 +509,7 @@ def study_lock(
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(
-            f"`out` must be a folder that can be made; {out}: {error.strerror}"
+            f"`out` must be a folder that can be created; got {out} ({error.strerror})"
         ) from None
     try:
         return FileLock(out / "lock", blocking=False).acquire()
@@ -596,7 +596,7 @@ def run_study(
         room = pool.room(out, unfinished)
         say(
             f"{study.finished_text()} trials are finished, {len(unfinished)} are left, "
-            f"{processes or room} {pool.concurrency_text}; they lie in {out}"
+            f"{processes or room} {pool.concurrency_text}; folder: {out}"
         )
         study.run_trials(pool, processes or room, status_interval)
         if study.failed:

@@ -98,7 +98,7 @@ def find_method(
     if len(methods) != 1:
         defined = f"it defines {', '.join(methods)}" if methods else "it defines none"
         raise InputError(
-            f"{path} must define one class on chunk_grpo.training.method.Method, or be given as "
+            f"{path} must define exactly one subclass of chunk_grpo.training.method.Method, or be given as "
             f"FILE.py:Class; {defined}"
         )
     return f"{path}:{methods[0]}"
@@ -153,12 +153,12 @@ def method_changes(
         name, equals, value = text.partition("=")
         name = name.strip()
         if not equals or name == "method":
-            raise InputError(f"settings must come as NAME=VALUE behind the file; got {text!r:.200}")
+            raise InputError(f"settings must follow the file as NAME=VALUE; got {text!r:.200}")
         changes[name] = parse_yaml(value, f"the value of `{name}`")
     for name in changes:
         if name in FIXED_SETTINGS:
             raise InputError(
-                f"`{name}` must be that of the protocol, which trains and measures all methods alike; got "
+                f"`{name}` must keep the value of the protocol, which is the same for all methods; got "
                 f"{format_value(changes[name])}"
             )
     return changes
@@ -206,8 +206,8 @@ def method_grid(
             or len({*map(str, values)}) != 3
         ):
             raise InputError(
-                f"`tuning_grid` of {method_class.__name__} must map one setting to three values, as every method has the "
-                f"same number of trials; got {format_value(declared)}"
+                f"`tuning_grid` of {method_class.__name__} must map one setting to three values, because every "
+                f"method has the same number of trials; got {format_value(declared)}"
             )
         grid = {str(name): list(values) for name, values in declared.items()}
     elif default is not None:
@@ -325,7 +325,7 @@ def find_leaks(
                 return f"names {text}"
             for line in text.splitlines():
                 if line.strip() in prompts:
-                    return f"holds the held-out prompt {line.strip()!r:.80}"
+                    return f"contains the held-out prompt {line.strip()!r:.80}"
         names = [getattr(node, field, None) for field in ("id", "attr", "name")]
         used = [name for name in names if name in HELD_OUT_NAMES]
         return f"uses {used[0]}" if used else ""
@@ -442,7 +442,7 @@ def check_method(
     def reject(leaks: Sequence[str]) -> None:
         """Raise InputError if there is a leak of held-out prompts."""
         if leaks:
-            raise InputError(f"the method must not know held-out prompts; {leaks[0]}")
+            raise InputError(f"the method must not refer to held-out prompts; {leaks[0]}")
 
     reject(find_leaks(code, lists))
     with watch_opens(lists, code) as opened:
@@ -458,7 +458,7 @@ def check_method(
                     load_method(setting.load_settings(base, changes | {name: value}))
                 except InputError as error:
                     raise InputError(
-                        f"every value of the grid must be possible, and {name}={value} is not: {error}; give the "
+                        f"every value of the grid must be valid, but `{name}={value}` is not: {error}; give the "
                         "class a `tuning_grid`"
                     ) from None
         prompts = min(2, setting.load_settings(base).prompts_per_iteration)
@@ -581,11 +581,11 @@ def detectable_difference(
 
 
 def describe_comparison(
-    row: Mapping,  # row of a comparison, which has less, n, lo, hi and holm
+    row: Mapping,  # a comparison, with the keys reference, n, lo, hi and holm
     smallest: float,  # smallest effect of interest, in units of the outcome; 0: none
 ) -> str:
     """Describe a comparison: ahead, behind or not different, and whether an effect of interest is excluded."""
-    other = row["less"]
+    other = row["reference"]
     if row["n"] < 2:
         return "one seed decides nothing"
     is_significant = row["holm"] < 0.05
@@ -604,16 +604,15 @@ def comparison_table(
     rows: Sequence[Mapping],  # rows of finished trials
     study: Study,  # the study of the try, see `plan_content`
     own_arm: str,  # the arm of the method
-) -> (
-    pd.DataFrame
-):  # columns: family, arm, less, n, mean, lo, hi, holm, smallest, power, detectable, words
+) -> pd.DataFrame:
     """Compare the method with the base, with the reference, and with each other arm, on the seeds that both have.
 
-    In each row `less` is the arm that is subtracted, and `words` describes the result.
+    The columns are family, arm, reference, n, mean, se, lo, hi, p, holm, smallest, power, detectable and result.
+    `reference` is the arm that is subtracted, and `result` describes the comparison in words.
     """
     gains = analysis.gains_by_seed(rows, study.outcome)
     gain = t_intervals(gains[[own_arm]]).assign(
-        family="against the base", arm=own_arm, less="the base"
+        family="against the base", arm=own_arm, reference="the base"
     )
     table = analysis.contrast_table(rows, study.contrasts, study.outcome)
     table = pd.concat([gain, table], ignore_index=True).dropna(subset=["mean"])
@@ -630,7 +629,7 @@ def comparison_table(
                 "smallest": smallest,
                 "power": power,
                 "detectable": detectable_difference(spread, int(row.n), tests),
-                "words": describe_comparison(row, smallest),
+                "result": describe_comparison(row, smallest),
             }
         )
     return table.join(pd.DataFrame(additions, index=table.index))
@@ -681,13 +680,13 @@ def format_comparisons(
     for _, row in table.iterrows():
         formatted.append(
             {
-                "comparison": f"{row.arm} minus {row.less}",
+                "comparison": f"{row.arm} minus {row.reference}",
                 "seeds": str(int(row.n)),
                 "difference (95% interval)": analysis.format_difference(row),
                 "p (Holm)": format_number(row.holm) if row.n > 1 else "",
                 "power at the smallest effect": "" if pd.isna(row.power) else f"{row.power:.2f}",
                 "detectable difference": format_number(row.detectable) if row.n > 1 else "",
-                "result": row.words,
+                "result": row.result,
             }
         )
     return formatted
@@ -713,7 +712,7 @@ def summary_lines(
     )
     for _, row in table.iterrows():
         power = "" if pd.isna(row.power) else f"; power {row.power:.2f}"
-        lines.append(f"{row.words} ({analysis.format_difference(row)}, {int(row.n)} seeds{power})")
+        lines.append(f"{row.result} ({analysis.format_difference(row)}, {int(row.n)} seeds{power})")
     if study.smallest_effect:
         lines.append(
             f"The smallest effect of interest is {study.smallest_effect:.0%} of the gain of {study.reference}: "
@@ -755,7 +754,7 @@ def build_page(
             f" Not on this page, because their budget or their rows differ: {', '.join(left_out)}."
         )
     elif len(study.arms) == 2:
-        remark = f" No complete rows of the study {protocol} are kept, so no other method is on this page."
+        remark = f" No complete rows of the study {protocol} are stored, so no other method is on this page."
     parts = [
         f"# {study.title}",
         study.question,
@@ -773,7 +772,7 @@ def build_page(
         "The plan was not committed before the runs, so they are exploratory.",
         markdown_table(settings) if settings else "",
         markdown_table(analysis.study_table(rows)),
-        "## What a method may know",
+        "## What a method may use",
         CHECK_LIMITS,
         "[The report of the study](report.html) has figures, curves and all settings.",
     ]
@@ -838,9 +837,9 @@ def _write_plans(
     settings of the protocol, and the arms that are left out.
     """
     study = load_study(protocol)
-    kept = complete_rows(protocol)
+    stored_rows = complete_rows(protocol)
     tuned = read_tuned(find_study_folder(protocol))
-    candidates = [arm for arm in study.arms if kept and arm != study.reference]
+    candidates = [arm for arm in study.arms if stored_rows and arm != study.reference]
     other_arms = [arm for arm in candidates if is_equal_budget(study.arms[arm])]
     plan = out / "plan"
     content = plan_content(study, checked, other_arms, quick)
@@ -853,7 +852,7 @@ def _write_plans(
         stale = set()
         for trial in expand_trials(plan):
             if trial.arm in other_arms and trial.arm not in stale:
-                if find_finished_row(trial, out / "trials", kept) is None:
+                if find_finished_row(trial, out / "trials", stored_rows) is None:
                     stale.add(trial.arm)
         (plan / TUNED_FILE).unlink()
         other_arms = [arm for arm in other_arms if arm not in stale]

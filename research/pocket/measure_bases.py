@@ -33,10 +33,14 @@ SEED = 77
 
 
 def group_statistics(
-    scores: np.ndarray,  # (P, G) of one reward
-    verdict: np.ndarray,  # (P, G) of the exact checker
+    scores: np.ndarray,  # scores of one reward, (P, G)
+    verdict: np.ndarray,  # verdicts of the exact checker, (P, G)
 ) -> dict[str, float]:
-    """Return mean, standard error over prompts, spreads, share of flat groups and correlation with the verdict."""
+    """Return statistics of a reward's scores, keyed by name.
+
+    They are the mean, its standard error over prompts, standard deviations, the share of groups with equal rewards, and
+    the correlation with the verdict.
+    """
     of_prompts = scores.mean(1)
     related = (
         np.corrcoef(scores.ravel(), verdict.ravel())[0, 1]
@@ -54,11 +58,11 @@ def group_statistics(
 
 
 def measure_base(
-    model: str,  # as in the setting of that name
-    split: str,  # a list of prompts
-    images: int,  # per prompt
-) -> list[dict]:  # a row a reward
-    """Draw images of the base as a rollout of the training does, and score them."""
+    model: str,  # a value of the setting `model`
+    split: str,  # name of a prompt list
+    images: int,  # number of images per prompt
+) -> list[dict]:  # a row per reward
+    """Sample images of the base as in a training rollout, and score them with each reward."""
     policy = trainable.load_trainable_policy(
         model, resolution=64, max_tokens=12, sampling_only=True
     )

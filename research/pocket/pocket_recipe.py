@@ -71,7 +71,10 @@ _VALIDATION_PROMPTS, _TEST_PROMPTS = 8, 16  # of each category
 def caption_bodies(
     category: str,
 ) -> list[str]:  # captions without a prefix
-    """Everything that the grammar can say in a category; two named objects have two shapes, and two colours."""
+    """Return every caption that the grammar allows in a category, without prefixes.
+
+    Two named objects differ in shape, and two named colours are different. Raises InputError for an unknown category.
+    """
     pairs = [(a, b) for a in SHAPES for b in SHAPES if a != b]
     said = {
         "single_object": [f"a {s}" for s in SHAPES],
@@ -99,7 +102,10 @@ def split_category_captions(
     seed: int = 0,
     # what may be trained on, validation and test prompts; in a random order
 ) -> tuple[list[str], list[str], list[str]]:
-    """Captions to learn from, to choose by and to measure on: combinations of words are kept apart, whatever the phrase."""
+    """Split the captions of a category into those for training, validation and test, each in random order.
+
+    The split is by combinations of words, so no combination appears in two lists, whatever the phrase.
+    """
     rng = np.random.default_rng([seed, POCKET_CATEGORIES.index(category)])
     body = caption_bodies(category)
     chosen = set()
@@ -126,7 +132,10 @@ def split_prompts(
     train_per_category: int = 96,  # training prompts of each category, at most
     seed: int = 0,
 ) -> tuple[list[str], list[str], list[str]]:  # training, validation and test prompts
-    """The three prompt lists, category after category; they share no prompt and, single objects aside, no combination."""
+    """Return the training, validation and test prompts, category after category.
+
+    The lists share no prompt and, except for single objects, no combination of words.
+    """
     found = [split_category_captions(category, seed) for category in POCKET_CATEGORIES]
     train, validation, test = (
         [p for lists in found for p in lists[i][:train_per_category]] for i in range(3)
@@ -138,7 +147,7 @@ def _one_sentence_per_meaning(
     sentences: list[str],  # in the order in which they are preferred
     count: int,
 ) -> list[str]:
-    """Take `count` sentences, meaning after meaning in turn, so that every meaning has about as many."""
+    """Take `count` sentences, choosing from the meanings in turn, so that each has about equally many."""
     waiting: dict[object, list[str]] = {}
     for sentence in sentences:
         waiting.setdefault(parse_caption(sentence), []).append(sentence)
@@ -189,8 +198,8 @@ def second_test_prompts(
 
 def hard_negatives(
     caption: str,
-) -> list[str]:  # captions that differ in one word and are false
-    """Every caption one word away that is false of each picture of which `caption` is true."""
+) -> list[str]:
+    """Return every caption that differs in one word and is false for each picture of `caption`."""
 
     def variety(text):
         shapes, colours = zip(*parse_caption(text).objects, strict=True)
@@ -221,7 +230,7 @@ def mean_category_accuracy(
     prompts: Sequence[str],
     # mean of the category accuracies; accuracy of each category present
 ) -> tuple[float, dict[str, float]]:
-    """GenEval's score: every category counts the same, however many prompts it has."""
+    """Compute GenEval's score, in which every category has the same weight, whatever its number of prompts."""
     groups: dict[str, list[float]] = {}
     for verdict, prompt in zip(verdicts, prompts, strict=True):
         groups.setdefault(parse_caption(prompt).category, []).append(float(verdict))
@@ -231,9 +240,11 @@ def mean_category_accuracy(
 
 def new_tokenizer(
     kind: str,  # "clip" (begin and end marks) or "t5" (end mark)
-    more_words: Sequence[str] = (),  # get the last numbers, so that all others keep theirs
+    more_words: Sequence[
+        str
+    ] = (),  # additional words, numbered last so that the others keep their numbers
 ) -> PreTrainedTokenizerFast:
-    """A word-level tokenizer for the captions of the world."""
+    """Build a word-level tokenizer for the captions of the pocket world."""
     phrases = [
         *CAPTION_PREFIXES,
         *RELATIONS,
@@ -265,9 +276,9 @@ def new_tokenizer(
 
 
 def new_clip(
-    vocabulary: int,  # words, marks included
+    vocabulary: int,  # number of words, including the begin and end marks
 ) -> CLIPModel:
-    """Image and text towers with a common space of 64 dimensions."""
+    """Build the image and text towers with a common embedding space of 64 dimensions."""
     text = CLIPTextConfig(
         vocab_size=vocabulary,
         hidden_size=64,
@@ -293,9 +304,9 @@ def new_clip(
 
 
 def empty_places(
-    things: Sequence[SceneObject],  # of a scene
+    things: Sequence[SceneObject],  # objects of a scene
 ) -> list[tuple[float, float]]:  # centres
-    """Places of the grid at which an object of their size keeps clear of all of them."""
+    """Return the places of the grid at which an object of the same size overlaps none of the others."""
     radius = things[0].radius if things else _GRID_RADIUS
     every = product(_CELL_CENTRES, _CELL_CENTRES)
     return [
@@ -306,8 +317,8 @@ def empty_places(
 def make_flawed_scene(
     scene: Scene,
     rng: np.random.Generator,
-) -> Scene:  # of which the caption is false
-    """A scene with one thing wrong: an object missing, added, of another shape or colour, or two exchanged."""
+) -> Scene:  # its caption is false
+    """Return a scene with one error: an object missing, added, of another shape or colour, or two exchanged."""
     spec = parse_caption(scene.caption)
     while True:
         new = list(scene.things)
@@ -347,8 +358,8 @@ def make_flawed_scene(
 def make_spoiled_image(
     scene: Scene,
     rng: np.random.Generator,
-) -> Image.Image:  # of which the caption is false
-    """A picture with one object that is no shape of the world: cut, merged with another shape, or half recoloured."""
+) -> Image.Image:  # the caption of the scene is false for it
+    """Draw a picture with one object that is no shape of the world: cut, merged with another shape, or half recoloured."""
     things = list(scene.things)
     i = int(rng.integers(len(scene.things)))
     one = things[i]
@@ -379,7 +390,7 @@ def augment_images(
     x: torch.Tensor,  # (B, 3, 64, 64) in [-1, 1]
     generator: torch.Generator,
 ) -> torch.Tensor:  # the same shape
-    """Blur, noise and a change of brightness, each of a random strength."""
+    """Apply blur, noise and a change of brightness, each with a random strength."""
     u = torch.rand(4, len(x), 1, 1, 1, generator=generator)
     blurred = F.avg_pool2d(F.pad(x, (1, 1, 1, 1), mode="replicate"), 3, 1)
     x = torch.lerp(x, blurred, 0.9 * u[0] * (u[1] < 0.5))
@@ -392,7 +403,10 @@ def clip_loss(
     truth: torch.Tensor,  # (N, N) bool: caption n holds in true picture m
     scale: torch.Tensor,  # inverse temperature
 ) -> torch.Tensor:  # scalar
-    """CLIP's two cross-entropies, with hard negatives on both sides; other true pairs are left out of the denominators."""
+    """Compute CLIP's two cross-entropies with hard negatives on both sides.
+
+    Other true pairs are left out of the denominators.
+    """
     n = len(truth)
     also = truth & ~torch.eye(n, dtype=torch.bool)
     to_image = scale * texts[:n] @ images.T
@@ -404,7 +418,7 @@ def clip_loss(
 
 
 def new_vae() -> AutoencoderKL:
-    """An autoencoder of factor 16: 64 x 64 pixels to 8 x 4 x 4 latents."""
+    """Build an autoencoder that compresses by a factor of 16: from 64 x 64 pixels to 8 x 4 x 4 latents."""
     return AutoencoderKL(
         down_block_types=("DownEncoderBlock2D",) * 5,
         up_block_types=("UpDecoderBlock2D",) * 5,
@@ -422,11 +436,11 @@ def new_vae() -> AutoencoderKL:
 def vae_loss(
     vae: AutoencoderKL,
     x: torch.Tensor,  # pictures (B, 3, 64, 64) in [-1, 1]
-    beta: float,  # weight of the KL term, a latent dimension
-    noise: float,  # largest deviation of noise on the latents, as a share of theirs
+    beta: float,  # weight of the KL term per latent dimension
+    noise: float,  # largest standard deviation of noise on the latents, relative to theirs
     generator: torch.Generator,
 ) -> tuple[torch.Tensor, float]:  # the loss; the signal-to-noise ratio of the decoded picture, dB
-    """L1 and squared error of a decoded sample of the code with noise, and the KL term."""
+    """Compute the L1 and squared errors of a decoded noisy code, plus the KL term."""
     code = vae.encode(x).latent_dist
     level = noise * code.mean.detach().std() * torch.rand(len(x), 1, 1, 1, generator=generator)
     z = code.sample(generator=generator)
@@ -437,7 +451,7 @@ def vae_loss(
 
 
 class PocketFlow(nn.Module):
-    """Velocity network and text encoders, trained together."""
+    """A velocity network and text encoders that are trained together."""
 
     def __init__(self):
         super().__init__()
@@ -495,7 +509,7 @@ class PocketFlow(nn.Module):
         t5_tokens: torch.Tensor,  # (B, MAX_TOKENS)
         clip_tokens: torch.Tensor,  # (B, MAX_TOKENS)
     ) -> torch.Tensor:  # velocity, (B, 4, 32)
-        """The velocity at a noise level, given the prompt's tokens."""
+        """Return the velocity at a noise level, given the prompt's tokens."""
         return self.transformer(
             hidden_states=x,
             timestep=sigma,
@@ -510,7 +524,7 @@ class PocketFlow(nn.Module):
 def pack_flow_latents(
     z: torch.Tensor,  # (B, C, H, W)
 ) -> torch.Tensor:  # (B, H/2 * W/2, 4 C)
-    """Patches of 2 x 2 latents as tokens, in FLUX's order."""
+    """Pack patches of 2 x 2 latents into tokens, in FLUX's order."""
     b, c, h, w = z.shape
     return (
         z.view(b, c, h // 2, 2, w // 2, 2).permute(0, 2, 4, 1, 3, 5).reshape(b, h * w // 4, 4 * c)
@@ -520,7 +534,7 @@ def pack_flow_latents(
 def unpack_flow_latents(
     x: torch.Tensor,  # (B, 4, 32)
 ) -> torch.Tensor:  # (B, 8, 4, 4)
-    """Tokens back to latents."""
+    """Unpack tokens into latents; the inverse of `pack_flow_latents`."""
     return x.view(len(x), 2, 2, 8, 2, 2).permute(0, 3, 1, 4, 2, 5).reshape(len(x), 8, 4, 4)
 
 
@@ -546,7 +560,7 @@ def flow_loss(
     generator: torch.Generator,
     shift: float = 3.0,
 ) -> torch.Tensor:  # scalar
-    """Flow-matching loss, equations (1) and (2)."""
+    """Compute the flow-matching loss, equations (1) and (2)."""
     u = torch.rand(len(x0), generator=generator)
     sigma = shift * u / (1 + (shift - 1) * u)
     x1 = torch.randn(x0.shape, generator=generator)
@@ -565,7 +579,7 @@ def sample_flow_images(
     shift: float = 3.0,
     seed: int = 0,
 ) -> torch.Tensor:  # images (B, 3, 64, 64) in [0, 1]
-    """Images of the captions, equations (3) and (7)."""
+    """Sample an image for each caption, equations (3) and (7)."""
     generator = torch.Generator().manual_seed(seed)
     ids = [tokenize_captions(model.tokenizers[kind], captions) for kind in ("t5", "clip")]
     sigmas = [shift * u / (1 + (shift - 1) * u) for u in torch.linspace(1, 0, steps + 1).tolist()]
@@ -613,9 +627,9 @@ def describe_files(
 
 
 def load_flow(
-    folder: Path | None = None,  # of a saved pipeline; the shipped one
+    folder: Path | None = None,  # folder of a saved pipeline; None: the shipped one
 ) -> tuple[PocketFlow, AutoencoderKL]:
-    """The parts of a saved pipeline as a `PocketFlow` and its autoencoder."""
+    """Load the parts of a saved pipeline as a `PocketFlow` and its autoencoder."""
     pipeline = FluxPipeline.from_pretrained(folder or pocket_model_path())
     model = PocketFlow()
     model.transformer, model.clip, model.t5 = (

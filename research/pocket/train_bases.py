@@ -43,12 +43,12 @@ PARTS = (  # file of a base, the name of its part in a `PocketFlow`, and the typ
 
 
 def train_base(
-    name: str,  # of RECIPE
+    name: str,  # a key of RECIPE
     work: Path,  # training set, states and snapshots
-    recipe: dict,  # its settings
+    recipe: dict,  # settings of its training
     log: Callable[[str], None] = print,
-) -> Path:  # the snapshot: its weights, averaged over steps
-    """Train a base, unless the work folder holds its weights already."""
+) -> Path:  # the snapshot with the weights averaged over steps
+    """Train a base, unless the work folder already contains its weights."""
     snapshot = Path(work) / f"{name}-{recipe['steps']:06d}.safetensors"
     if not snapshot.exists():
         start, vae = load_flow()
@@ -59,10 +59,10 @@ def train_base(
 
 def save_base(
     snapshot: Path,  # weights of a `PocketFlow`
-    folder: Path,  # written anew
-    shipped: Path,  # the folder of the shipped base, of the same network
+    folder: Path,  # replaced if it exists
+    shipped: Path,  # folder of the shipped base, which has the same network
 ) -> None:
-    """Write a base as a folder of diffusers whose autoencoder is a link to the shipped one."""
+    """Write a base in the format of diffusers, with a link to the autoencoder of the shipped base."""
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(shipped, folder, ignore=shutil.ignore_patterns("vae", "*.safetensors"))
     weights = load_file(snapshot)
@@ -83,11 +83,11 @@ def save_base(
 
 def write_manifest(
     out: Path,  # folder that holds the files
-    files: Iterable[Path],  # those of an autoencoder, which is a link, are left out
-    recipe: dict,  # settings of the training, or of each base's
-    measured: dict,  # what the base scores, or each base
+    files: Iterable[Path],  # files to hash; those of linked autoencoders are left out
+    recipe: dict,  # settings of the training, or those of each base by name
+    measured: dict,  # scores of the base, or those of each base by name
 ) -> dict:
-    """Write manifest.json: how bases were trained, what they score, and the hash of each of their files."""
+    """Write manifest.json: how the bases were trained, their scores, and the hash of each file."""
     files = sorted(file for file in files if file.is_file() and "vae" not in file.parts)
     content = {
         "training": recipe,
@@ -99,13 +99,13 @@ def write_manifest(
 
 
 def build_bases(
-    out: Path,  # a folder a base and manifest.json are written here
+    out: Path,  # receives one folder per base and manifest.json
     work: Path,  # training set, states and snapshots, from which training resumes
     recipe: dict | None = None,  # settings of the trainings
-    images: int = 8,  # per test prompt, in measuring; 0: nothing is measured
+    images: int = 8,  # number of images per test prompt for measuring; 0: measure nothing
     log: Callable[[str], None] = print,
 ) -> dict:  # the manifest
-    """Train, write and measure every base; each is measured as it is read back from its folder."""
+    """Train, write and measure every base; each is loaded from its folder before it is measured."""
     recipe = recipe or RECIPE
     work = Path(work)
     work.mkdir(parents=True, exist_ok=True)
@@ -120,7 +120,7 @@ def build_bases(
 
 
 def main() -> None:
-    """Train the bases beside the shipped one."""
+    """Train the bases other than the shipped one."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument(
         "--out", type=Path, default=pocket.POCKET_DIR / "bases", help="folder that is written"

@@ -86,10 +86,10 @@ _WEIGHTS = {
 def sample_captioned_images(
     count: int,
     seed: int = 0,
-    weights: dict[str, float] | None = None,  # share of each category; equal without
-    free: bool = True,  # free layouts, or those on the grid
+    weights: dict[str, float] | None = None,  # share of each category; None: equal shares
+    free: bool = True,  # objects at any place; False: only at places of the grid
 ) -> tuple[list[str], np.ndarray]:  # captions; pictures (count, 64, 64, 3), uint8
-    """Freshly drawn pictures with captions that may be trained on."""
+    """Sample pictures with captions that may be used in training."""
     rng = np.random.default_rng([seed, 7])
     allowed = {c: split_category_captions(c)[0] for c in POCKET_CATEGORIES}
     share = np.array([(weights or {}).get(c, 1.0) for c in POCKET_CATEGORIES])
@@ -103,7 +103,7 @@ def sample_captioned_images(
 
 @cache
 def trainable_captions() -> frozenset[str]:
-    """Every caption that may be trained on."""
+    """Return every caption that may be used in training."""
     return frozenset(p for c in POCKET_CATEGORIES for p in split_category_captions(c)[0])
 
 
@@ -114,9 +114,9 @@ def clipped_step(
     model: nn.Module,
     loss: torch.Tensor,  # scalar, with a graph
     optimizer: torch.optim.Optimizer,
-    schedule: torch.optim.lr_scheduler.LRScheduler,  # of its learning rate
+    schedule: torch.optim.lr_scheduler.LRScheduler,  # schedule of its learning rate
 ) -> None:
-    """One step of an optimizer with the gradient's norm clipped at 1, and one of its learning rate."""
+    """Take one step of an optimizer with the gradient's norm clipped at 1, and one of its learning-rate schedule."""
     optimizer.zero_grad()
     loss.backward()
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -126,10 +126,10 @@ def clipped_step(
 
 def save_training_state(
     path: Path,
-    step: int,  # steps done
-    **parts,  # whatever has a state_dict
+    step: int,  # number of finished steps
+    **parts,  # objects with a state_dict, by name
 ) -> None:
-    """Write the state of a training, or leave the old file as it was."""
+    """Write the state of a training run atomically."""
     temporary = Path(path).with_suffix(".tmp")
     torch.save(
         {name: part.state_dict() for name, part in parts.items()} | {"step": step}, temporary
@@ -140,8 +140,8 @@ def save_training_state(
 def load_training_state(
     path: Path,
     **parts,  # as given to `save_training_state`
-) -> int:  # steps done, 0 where there is no state yet
-    """Load the state of a training into its parts."""
+) -> int:  # 0 if there is no state yet
+    """Load the state of a training run into its parts, and return the number of finished steps."""
     if not Path(path).exists():
         return 0
     saved = torch.load(path, weights_only=True)
@@ -151,17 +151,19 @@ def load_training_state(
 
 
 def train_resumable(
-    name: str,  # that log lines begin with
-    steps: int,  # in all
-    path: Path,  # of the state
-    parts: dict,  # whatever has a state_dict, as given to `save_training_state`
-    checkpoint_steps: int,  # steps between states
+    name: str,  # beginning of the log lines
+    steps: int,  # total number of steps
+    path: Path,  # file of the state
+    parts: dict,  # objects with a state_dict, by name, as in `save_training_state`
+    checkpoint_steps: int,  # number of steps between two saved states
     log: Callable[[str], None],
-    take_step: Callable[[int], float],  # number of the step, from 0 -> its loss
-    # called with the steps done before a state is kept
+    take_step: Callable[
+        [int], float
+    ],  # takes the step with this number, from 0, and returns its loss
+    # called with the number of finished steps before a state is saved
     snapshot: Callable[[int], object] = lambda done: None,
 ) -> None:
-    """Take the steps that are left and keep the state; a call on the same path goes on where the last one stopped."""
+    """Take the remaining steps and save the state at intervals; a call with the same path resumes."""
     start = time.time()
     total = 0.0
     for step in range(load_training_state(path, **parts), steps):
@@ -182,13 +184,13 @@ def _fit_vae(
     data: torch.Tensor,  # pictures (N, 3, 64, 64), uint8
     steps: int,
     batch: int,
-    rate: float,  # the highest
-    beta: float,  # weight of the KL term, a latent dimension
-    noise: float,  # largest deviation of noise on the latents, as a share of theirs
+    rate: float,  # highest learning rate
+    beta: float,  # weight of the KL term per latent dimension
+    noise: float,  # largest standard deviation of noise on the latents, relative to theirs
     seed: int,
     log: Callable[[str], None],
 ) -> None:
-    """Train an autoencoder on pictures."""
+    """Train an autoencoder on pictures, in place."""
     optimizer = torch.optim.AdamW(vae.parameters(), lr=rate, betas=(0.9, 0.99), weight_decay=1e-4)
     schedule = torch.optim.lr_scheduler.OneCycleLR(
         optimizer, rate, total_steps=steps, pct_start=0.05
@@ -206,26 +208,26 @@ def _fit_vae(
 
 
 def _sample_vae_training_set(
-    count: int,  # pictures N
-    seed: int,  # of the training
+    count: int,  # N, number of pictures
+    seed: int,  # seed of the training run
 ) -> torch.Tensor:  # (N, 3, 64, 64), uint8
-    """Sample the pictures that the autoencoder is trained on."""
+    """Sample the pictures on which the autoencoder is trained."""
     pictures = sample_captioned_images(count, seed + 1, free=False)[1]
     return torch.from_numpy(pictures).permute(0, 3, 1, 2).contiguous()
 
 
 def train_vae(
-    work: Path,  # the result goes here, vae.safetensors
+    work: Path,  # receives vae.safetensors
     steps: int = 2500,
     batch: int = 24,
-    count: int = 8000,  # drawn pictures
+    count: int = 8000,  # number of training pictures
     rate: float = 3e-3,
-    beta: float = 1e-4,  # weight of the KL term, a latent dimension
-    noise: float = 0.5,  # largest deviation of noise on the latents, as a share of theirs
+    beta: float = 1e-4,  # weight of the KL term per latent dimension
+    noise: float = 0.5,  # largest standard deviation of noise on the latents, relative to theirs
     seed: int = 0,
     log: Callable[[str], None] = print,
 ) -> AutoencoderKL:
-    """Train the autoencoder, or load it where it is there already."""
+    """Train the autoencoder, or load it if its file exists."""
     torch.manual_seed(seed)
     vae = new_vae()
     path = Path(work) / "vae.safetensors"
@@ -250,17 +252,17 @@ def train_vae(
 
 
 def refine_decoder(
-    work: Path,  # the result goes here, decoder.safetensors
+    work: Path,  # receives decoder.safetensors
     vae: AutoencoderKL,  # its decoder is trained in place
     steps: int = 2500,
     batch: int = 24,
-    count: int = 8000,  # drawn pictures
+    count: int = 8000,  # number of training pictures
     rate: float = 2e-3,
-    noise: float = 0.5,  # largest deviation of noise on the latents, as a share of theirs
+    noise: float = 0.5,  # largest standard deviation of noise on the latents, relative to theirs
     seed: int = 1,
     log: Callable[[str], None] = print,
 ) -> AutoencoderKL:
-    """Train the decoder on while the encoder stays, or load it where it is there already."""
+    """Continue to train the decoder with a frozen encoder, or load the result if its file exists."""
     path = Path(work) / "decoder.safetensors"
     if path.exists():
         vae.decoder.load_state_dict(load_file(path))
@@ -288,12 +290,12 @@ def refine_decoder(
 
 @torch.no_grad()
 def cache_training_latents(
-    work: Path,  # where the set is kept, latents.safetensors
+    work: Path,  # holds the encoded set, latents.safetensors
     vae: AutoencoderKL,  # its shift and scaling factor are set here
-    count: int,  # pictures
+    count: int,  # number of pictures
     seed: int = 0,
 ) -> dict[str, torch.Tensor]:  # "latents" (N, 4, 32); "t5" and "clip" tokens (N, MAX_TOKENS)
-    """The training set, drawn and encoded once."""
+    """Sample and encode the training set, or load it if its file exists."""
     file = Path(work) / "latents.safetensors"
     if not file.exists():
         captions, pictures = sample_captioned_images(count, seed + 2, _WEIGHTS, free=False)
@@ -317,10 +319,13 @@ def cache_training_latents(
 
 def mislead_captions(
     captions: list[str],
-    share: float,  # of the captions that become wrong
+    share: float,  # share of the captions that become wrong
     seed: int = 0,
-) -> list[str]:  # as many
-    """Captions of which a share has one word wrong; what is held out stays held out."""
+) -> list[str]:  # in the same order
+    """Change one word in a share of the captions so that they become wrong.
+
+    The wrong captions are never held-out ones.
+    """
     rng = np.random.default_rng([seed, 17])
     out = []
     for caption in captions:
@@ -331,10 +336,10 @@ def mislead_captions(
 
 def mislead_tokens(
     data: dict[str, torch.Tensor],  # from `cache_training_latents`
-    share: float,  # of the captions that become wrong
+    share: float,  # share of the captions that become wrong
     seed: int = 0,
 ) -> dict[str, torch.Tensor]:  # the same latents with tokens of other captions
-    """The training set with a share of its captions wrong."""
+    """Return the training set with a share of wrong captions."""
     captions = new_tokenizer("t5").batch_decode(data["t5"], skip_special_tokens=True)
     wrong = mislead_captions(captions, share, seed)
     return data | {kind: tokenize_captions(new_tokenizer(kind), wrong) for kind in ("t5", "clip")}
@@ -344,10 +349,10 @@ def scheduled_learning_rate(
     step: int,
     steps: int,
     peak: float,
-    warm: int = 200,  # steps of linear rise
-    fall: float = 0.75,  # share of the steps over which the rate falls to a twentieth
+    warm: int = 200,  # number of steps of the linear rise
+    fall: float = 0.75,  # share of the steps, at the end, over which the rate falls to a twentieth
 ) -> float:
-    """Constant rate with a rise and a fall."""
+    """Return the learning rate of a step: a linear rise, a constant part and a fall."""
     left = (steps - step) / max(1, fall * steps)
     return peak * min(1.0, (step + 1) / warm) * (0.05 + 0.95 * min(1.0, left))
 
@@ -356,7 +361,7 @@ def build_optimizers(
     model: nn.Module,
     rate: float,
 ) -> dict[str, torch.optim.Optimizer]:  # "muon" and "adamw"; every parameter is in one of them
-    """Muon for matrices inside blocks, AdamW for the rest."""
+    """Build Muon for the matrices inside blocks and AdamW for all other parameters."""
 
     def inside(name, p):
         return (
@@ -384,7 +389,7 @@ def build_optimizers(
 def apply_gradient(
     loss: torch.Tensor,  # (), with its graph
     model: nn.Module,
-    ema: EMAModel,  # averages of its weights
+    ema: EMAModel,  # moving average of its weights
     optimizers: dict[str, torch.optim.Optimizer],  # from `build_optimizers`
     rate: float,  # learning rate of this step
 ) -> float:  # the loss
@@ -402,12 +407,12 @@ def apply_gradient(
 
 def flow_step(
     model: PocketFlow,
-    ema: EMAModel,  # averages of its weights
+    ema: EMAModel,  # moving average of its weights
     optimizers: dict[str, torch.optim.Optimizer],  # from `build_optimizers`
     data: dict[str, torch.Tensor],  # from `cache_training_latents`
     batch: int,
     rate: float,  # learning rate of this step
-    seed: int,  # of this step
+    seed: int,  # seed of this step
 ) -> float:  # the loss
     """Take one step on the flow-matching loss."""
     generator = torch.Generator().manual_seed(seed)
@@ -421,19 +426,19 @@ def train_flow(
     vae: AutoencoderKL,
     steps: int = 16000,
     batch: int = 64,
-    count: int = 48000,  # drawn pictures
+    count: int = 48000,  # number of training pictures
     rate: float = 1.5e-3,
     snapshot_steps: int = 500,  # steps between snapshots
     compiled: bool = False,  # compile the velocity network
     seed: int = 0,
     wrong: float = 0.0,  # share of the captions with one word wrong
-    start: PocketFlow | None = None,  # whose weights training begins with; None: random ones
-    name: str = "flow",  # of state and snapshots
-    # steps that the learning rate is planned for, where training stops before
+    start: PocketFlow | None = None,  # initial weights; None: random ones
+    name: str = "flow",  # name of the state and snapshot files
+    # length of the learning-rate schedule, if training stops before its end
     schedule: int | None = None,
     log: Callable[[str], None] = print,
 ) -> PocketFlow:  # with averaged weights
-    """Train the flow; a call on the same folder goes on where the last one stopped."""
+    """Train the flow; a call with the same folder resumes where the last one stopped."""
     work = Path(work)
     data = cache_training_latents(work, vae, count, seed)
     torch.manual_seed(seed)
@@ -483,10 +488,10 @@ def train_flow(
 def vae_roundtrip(
     array: np.ndarray,  # (N, 64, 64, 3), uint8
     vae: AutoencoderKL,
-    noise: float,  # largest deviation of noise added to latents of deviation 1
+    noise: float,  # largest standard deviation of noise added to latents of standard deviation 1
     seed: int = 0,
 ) -> np.ndarray:  # the same shape
-    """Pictures as a latent model would give them: encoded, disturbed a little, decoded."""
+    """Encode pictures, add a little noise to their latents and decode them, so that they look like generated ones."""
     generator = torch.Generator().manual_seed(seed)
     out = []
     for start in range(0, len(array), 100):
@@ -504,7 +509,7 @@ def sample_clip_training_set(
     seed: int,
     # scenes; true pictures; pictures with a flaw, (N, 64, 64, 3) uint8
 ) -> tuple[list[Scene], np.ndarray, np.ndarray]:
-    """Training pictures; the captions are those that may be trained on."""
+    """Sample scenes with trainable captions, their true pictures, and pictures with a flaw."""
     rng = np.random.default_rng([seed, 11])
     allowed = [split_category_captions(c)[0] for c in POCKET_CATEGORIES]
     all_scenes, good, bad = [], [], []
@@ -527,11 +532,11 @@ def clip_batch_loss(
     words: PreTrainedTokenizerFast,
     scenes: Sequence[Scene],  # N
     images: np.ndarray,  # their pictures, then those with a flaw, (2 N, 64, 64, 3), uint8
-    negatives: int,  # false captions a scene
+    negatives: int,  # number of false captions per scene
     rng: np.random.Generator,
     generator: torch.Generator,
 ) -> torch.Tensor:  # scalar
-    """The loss on some scenes."""
+    """Compute the CLIP loss of a batch of scenes."""
     lists = [
         [text for text in hard_negatives(s.caption) if text in trainable_captions()] for s in scenes
     ]
@@ -549,11 +554,11 @@ def clip_step_loss(
     model: CLIPModel,
     words: PreTrainedTokenizerFast,
     data: tuple[list[Scene], np.ndarray, np.ndarray],  # scenes; true pictures; pictures with a flaw
-    batch: int,  # scenes
-    negatives: int,  # false captions a scene
-    seed: tuple[int, int],  # of the training, and number of the step
+    batch: int,  # number of scenes
+    negatives: int,  # number of false captions per scene
+    seed: tuple[int, int],  # seed of the training run, and number of the step
 ) -> torch.Tensor:  # scalar
-    """The loss of one step on a batch that the seed draws."""
+    """Compute the CLIP loss of one training step, on a batch that the seed selects."""
     rng = np.random.default_rng([seed[0], 13, seed[1]])
     generator = torch.Generator().manual_seed(seed[0] * 10_000_019 + seed[1])
     drawn, good, bad = data
@@ -574,15 +579,15 @@ def train_clip(
     work: Path,  # holds the state, clip-state.pt
     vae: AutoencoderKL,
     steps: int = 5000,
-    batch: int = 64,  # scenes
-    count: int = 12000,  # drawn scenes, each with a true picture and one with a flaw
-    negatives: int = 4,  # false captions a scene
+    batch: int = 64,  # number of scenes
+    count: int = 12000,  # number of scenes, each with a true picture and one with a flaw
+    negatives: int = 4,  # number of false captions per scene
     rate: float = 1e-3,
     checkpoint_steps: int = 500,  # steps between states
     seed: int = 0,
     log: Callable[[str], None] = print,
 ) -> CLIPModel:
-    """Train the CLIP; a call on the same folder goes on where the last one stopped."""
+    """Train the CLIP; a call with the same folder resumes where the last one stopped."""
     torch.manual_seed(seed)
     words = new_tokenizer("clip")
     model = new_clip(len(words))
@@ -621,7 +626,7 @@ def within_group_auc(
     score: torch.Tensor,  # (P, G)
     right: torch.Tensor,  # (P, G), 0 or 1
 ) -> float:
-    """Area under the ROC curve of scores for verdicts within groups; ties count half."""
+    """Compute the area under the ROC curve of scores against verdicts within groups; ties count half."""
     higher = (score[:, :, None] > score[:, None]).double() + 0.5 * (
         score[:, :, None] == score[:, None]
     )
@@ -640,7 +645,7 @@ def judge_prompt_images(
     seed: int,
     # verdicts, 0 or 1, and cosines, (P, G) each; share of malformed objects
 ) -> tuple[torch.Tensor, torch.Tensor, float]:
-    """Sample images of every prompt and have both judges see the same ones."""
+    """Sample images for every prompt, and score them with the exact checker and with the reward."""
     check = geneval.PocketGenEval()
     verdicts = []
     scores = []
@@ -671,7 +676,7 @@ def mean_accuracy_with_error(
     prompts: list[str],  # (P,)
     # mean over categories, its standard error, accuracy of each category
 ) -> tuple[float, float, dict[str, float]]:
-    """GenEval's score of several images a prompt, and its standard error over prompts."""
+    """Compute GenEval's score for several images per prompt, with its standard error over prompts."""
     mean, table = mean_category_accuracy(right.mean(1), prompts)
     categories = [parse_caption(p).category for p in prompts]
     groups = [right.mean(1)[[k == c for k in categories]] for c in table]
@@ -684,11 +689,11 @@ def measure_quality(
     images_per_prompt: int = 8,
     steps: int = 20,
     eta: float = 0.0,
-    stride: int = 1,  # measure one of so many test prompts
-    reward: clip.PocketCLIP | None = None,  # the shipped one
+    stride: int = 1,  # use every stride-th test prompt
+    reward: clip.PocketCLIP | None = None,  # None: the shipped one
     seed: int = 0,
 ) -> dict[str, float]:
-    """The checker's verdict on test prompts, and how the reward orders the same images."""
+    """Measure the checker's verdicts on the test prompts, and how well the reward ranks the same images."""
     prompts = pocket.read_pocket_prompts("test")[::stride]
     reward = reward or clip.PocketCLIP()
     right, score, malformed = judge_prompt_images(
@@ -721,10 +726,10 @@ def measure_quality(
 
 def measure_reward_reliability(
     reward: clip.PocketCLIP,
-    scenes: int = 8,  # of each test prompt
+    scenes: int = 8,  # number of scenes per test prompt
     seed: int = 7,
 ) -> dict[str, float]:  # shares of the scenes
-    """How reliable reward and checker are on pictures whose truth is known."""
+    """Measure how often reward and checker are right on pictures whose correctness is known."""
     rng = np.random.default_rng(seed)
     check = geneval.PocketGenEval()
     prompts = pocket.read_pocket_prompts("test") * scenes
@@ -749,10 +754,10 @@ def measure_reward_reliability(
 
 def _write_pocket_manifest(
     folder: Path,
-    training: dict,  # settings, seeds and seconds of each part
-    measured: dict,  # name of a sampler -> what `measure_quality` gives
+    training: dict,  # settings, seeds and seconds of each part, by name
+    measured: dict,  # name of a sampler -> result of `measure_quality`
 ) -> dict:
-    """Write manifest.json: training, versions, quality, and the hash of every shipped file."""
+    """Write manifest.json with training, versions, quality, and the hash of every shipped file."""
     folder = Path(folder)
     files = sorted(
         f for part in ("base", "clip", "prompts") for f in (folder / part).rglob("*") if f.is_file()
@@ -770,12 +775,12 @@ def _write_pocket_manifest(
 
 
 def train_pocket_parts(
-    work: Path,  # states and training sets, to go on from
-    recipe: dict,  # settings of the trainings
+    work: Path,  # states and training sets, from which training resumes
+    recipe: dict,  # settings of each part's training
     compiled: bool,  # compile the velocity network while it is trained
     log: Callable[[str], None],
-) -> tuple[dict, dict[str, float]]:  # what each of PARTS gave, and the seconds that it took
-    """Train autoencoder, its decoder again, flow, the misled flow and CLIP."""
+) -> tuple[dict, dict[str, float]]:  # the trained parts and the seconds of each, by name
+    """Train the autoencoder, its decoder again, the flow, the flow on wrong captions, and the CLIP."""
     made, seconds = {}, {}
     for name, train in zip(
         PARTS, (train_vae, refine_decoder, train_flow, train_flow, train_clip), strict=True
@@ -791,13 +796,13 @@ def train_pocket_parts(
 
 def build_pocket(
     out: Path,  # base, clip, prompts and manifest.json are written here
-    work: Path,  # states and training sets, to go on from
-    recipe: dict | None = None,  # settings of the trainings
-    images: int = 8,  # a test prompt, in measuring
+    work: Path,  # states and training sets, from which training resumes
+    recipe: dict | None = None,  # settings of each part's training; None: the shipped recipe
+    images: int = 8,  # number of images per test prompt for the quality measurement
     compiled: bool = False,  # compile the velocity network while it is trained
     log: Callable[[str], None] = print,
 ) -> dict:  # the manifest
-    """Train everything and write what the package ships."""
+    """Train all parts, and write the files that ship with the package."""
     recipe, out, work = recipe or RECIPE, Path(out), Path(work)
     work.mkdir(parents=True, exist_ok=True)
     (out / "prompts").mkdir(parents=True, exist_ok=True)
