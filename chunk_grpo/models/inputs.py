@@ -754,7 +754,8 @@ def _read_table(
 ) -> list[tuple[str, dict[str, str]]]:
     """Split the text of a table into its header and rows.
 
-    Returns one entry per row: its place, such as "line 2", and its fields, keyed by column. The first entry is the header, with the place "header" and empty fields; an empty table has no entries.
+    Returns one entry per row: its place, such as "line 2", and its fields, keyed by column. The first entry is the
+    header, with the place "header" and empty fields; an empty table has no entries.
     Raises ValueError with the line of a row that does not have exactly one field per column.
     """
     lines = text.split("\n")
