@@ -102,17 +102,6 @@ def path_list() -> TypeAnnotation:
     )
 
 
-# The chapters still import these names.
-number, texts, some, text, path, paths = (
-    float_between,
-    text_list,
-    values_where,
-    nonempty_text,
-    path_argument,
-    path_list,
-)
-
-
 def _describe_type(allowed: TypeAnnotation) -> str:
     """Describe in words which values a type annotation allows, for error messages."""
     origin = typing.get_origin(allowed)

@@ -118,7 +118,7 @@ def measure_orders(base: dict, middle: bool, repeats: int) -> dict[str, float]:
     settings = load_workload_settings(
         "flux-size" if middle else "pocket", [*changes, "dtype=float32", "shared_noise=false"]
     )
-    found = orders.measure(settings, repeats, say, configs=(MIDDLE, FEW) if middle else ())
+    found = orders.measure(settings, repeats, log, configs=(MIDDLE, FEW) if middle else ())
     return {name: sum(each.values()) / found["images"] for name, each in found["orders"].items()}
 
 
@@ -136,7 +136,7 @@ def run_worker(names: list[str], out: Path) -> None:
                 cost = train_row(base, arms[name] | fewer)
                 found["rows"][size].append({"method": name, **cost})
                 write_json(out, found)
-                say(f"{size}, {name}: {cost['work']:.3g} s per image")
+                log(f"{size}, {name}: {cost['work']:.3g} s per image")
             if not names:
                 found["orders"][size] = measure_orders(base, size == MIDDLE_SIZE, 3)
                 write_json(out, found)
@@ -211,7 +211,7 @@ def main():
                 },
             )
             time.sleep(1)
-    say(f"numbers: {a.out}")
+    log(f"numbers: {a.out}")
     sys.exit(int(any(codes)))
 
 

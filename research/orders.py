@@ -102,7 +102,7 @@ def gradient_difference(b: Workload, ours: Tensor) -> float:
     return error
 
 
-def measure(settings: Settings, repeats: int = 3, say=lambda text: None, configs=()) -> dict:
+def measure(settings: Settings, repeats: int = 3, log=lambda text: None, configs=()) -> dict:
     """Measure an iteration as `measure_iteration` does, in all orders, and the memory of an update in two passes.
 
     Adds the keys orders, gradient_error and two_pass_bytes to the result of `measure_iteration`. Raises RuntimeError if
@@ -139,7 +139,7 @@ def measure(settings: Settings, repeats: int = 3, say=lambda text: None, configs
             order("Flow-GRPO rollout", few.rollout)
             order("Flow-GRPO update", lambda: accumulate_batched(b, paths, threes))
 
-    found = speed.measure_iteration(settings, repeats, say, measure_other_orders, configs)
+    found = speed.measure_iteration(settings, repeats, log, measure_other_orders, configs)
     spent = {name: phase["seconds"] for name, phase in found["phases"].items()}
     found["phases"] = {
         name: phase | {"reference_seconds": spent.get(f"reference {name}")}

@@ -75,7 +75,7 @@ RANKS = {  # settings that `measure_processes` changes in pocket/demo
 }
 
 
-def say(text):
+def log(text):
     """Print a status line to the error stream."""
     print(text, file=sys.stderr, flush=True)
 
@@ -168,7 +168,7 @@ def measure_optimisations(b, repeats):
                 "note": note,
             }
         )
-        say(
+        log(
             f"{change}: {seconds_before:.3g} s, {seconds_after:.3g} s, {seconds_before / seconds_after:.2f} times"
         )
 
@@ -281,7 +281,7 @@ def measure_optimisations(b, repeats):
             alone,
             lambda: b.update(b.rollout()),
         )
-    say("compiling")
+    log("compiling")
     trainable.compile_blocks(b.policy)
     before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     seconds = speed.time_call(lambda: b.update(b.rollout()), device)[1]
@@ -366,7 +366,7 @@ def measure_reward_optimisations(b, repeats):
                 "note": "",
             }
         )
-        say(
+        log(
             f"{change}: {seconds_before:.3g} s, {seconds_after:.3g} s, {seconds_before / seconds_after:.2f} times"
         )
     return rows
@@ -420,7 +420,7 @@ def measure_growth(model, repeats, changes):
                 ),
             }
             found[what].append(entry)
-            say(f"{what} {value}: rollout {entry['rollout']:.3g} s, update {entry['update']:.3g} s")
+            log(f"{what} {value}: rollout {entry['rollout']:.3g} s, update {entry['update']:.3g} s")
             del b, paths
     return found
 
@@ -431,8 +431,8 @@ def measure_orders(settings, repeats):
     torch.set_num_threads(1)
     middle = speed.load_workload_settings("flux-size", AT_256_IN_GROUPS)
     found = {
-        "pocket": orders.measure(settings, repeats, say),
-        "a FLUX of middle size": orders.measure(middle, repeats, say, configs=(MIDDLE, FEW)),
+        "pocket": orders.measure(settings, repeats, log),
+        "a FLUX of middle size": orders.measure(middle, repeats, log, configs=(MIDDLE, FEW)),
     }
     torch.set_num_threads(threads)
     return found
@@ -460,7 +460,7 @@ def measure_processes(iterations):
             for name in ("rollout", "decode", "reward", "update")
         }
         found.append({"processes": processes, "threads": threads, "seconds": phases})
-        say(
+        log(
             f"{processes} processes, {threads} threads each: {sum(phases.values()):.3g} s an iteration"
         )
     return found
@@ -497,7 +497,7 @@ def main():
 
     middle = speed.load_workload_settings("flux-size", AT_256)
     if "profile" in parts:
-        say("profile")
+        log("profile")
         shares = {a.model: profile_operations(speed.prepare_workload(settings))}
         if a.model == "pocket":
             shares["a FLUX of middle size"] = profile_operations(
@@ -505,7 +505,7 @@ def main():
             )
         save(profile=shares)
     if "iteration" in parts:
-        save(iteration=orders.measure(settings, a.repeats, say))
+        save(iteration=orders.measure(settings, a.repeats, log))
     if "orders" in parts and a.model == "pocket":
         save(orders=measure_orders(settings, a.repeats))
     if "growth" in parts:
@@ -515,7 +515,7 @@ def main():
     if "levers" in parts:  # the last, since they leave the policy compiled
         save(levers=measure_optimisations(speed.prepare_workload(settings), a.repeats))
         if a.model == "pocket":
-            say("a FLUX of middle size")
+            log("a FLUX of middle size")
             save(
                 **{
                     "levers of a middle size": measure_optimisations(
@@ -524,7 +524,7 @@ def main():
                 }
             )
     if a.out:
-        say(f"numbers: {a.out}")
+        log(f"numbers: {a.out}")
 
 
 if __name__ == "__main__":

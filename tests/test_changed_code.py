@@ -331,6 +331,6 @@ def test_own_run_is_sampled_where_the_code_of_its_reward_cannot_be_found(tmp_pat
     done = call(*words, "--out", run, "--no-report", cwd=tmp_path / "code")
     assert done.returncode == 0, done.stderr
     monkeypatch.chdir(tmp_path)
-    run_folder.check_trust(run, doing="sampling from", rewards_too=False)
+    run_folder.check_trust(run, action="sampling from", loads_rewards=False)
     with pytest.raises(InputError, match="can no longer be found"):
         run_folder.check_trust(run)

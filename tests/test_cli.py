@@ -512,7 +512,7 @@ def small(tmp_path_factory):
     return folder
 
 
-def say(folder, *arguments):
+def log(folder, *arguments):
     """What the command line says in a folder."""
     done = call(*arguments, cwd=folder)
     assert done.returncode == 0, done.stderr
@@ -522,7 +522,7 @@ def say(folder, *arguments):
 @pytest.fixture(scope="session")
 def trained(small):
     """A run in that folder, begun with another seed."""
-    said = say(small, "train", "s.yaml", "seed=3", "--no-report")
+    said = log(small, "train", "s.yaml", "seed=3", "--no-report")
     assert (
         "run folder: runs/s-001" in said
         and re.search(r"iteration 2/2 +reward", said)
@@ -534,17 +534,17 @@ def trained(small):
 def test_a_run_from_training_to_comparison(small, trained):
     run = trained
     assert json.loads((run / "run.json").read_text())["settings"]["seed"] == 3
-    said = say(small, "evaluate", run, "--no-report")
+    said = log(small, "evaluate", run, "--no-report")
     assert re.search(r"tiny_rewards:red plain +-?\d\.\d{4} \(-?\d\.\d{4} to -?\d\.\d{4}\)", said)
-    summary = json.loads(say(small, "evaluate", run, "--json"))
+    summary = json.loads(log(small, "evaluate", run, "--json"))
     assert summary == json.loads((run / "evaluation/summary.json").read_text())
-    assert "s-001" in say(small, "compare", run)
+    assert "s-001" in log(small, "compare", run)
     assert all(
         page.stat().st_size > 10_000
         for page in (run / "evaluation/report.html", small / "compare.html")
     )
     before = (run / "metrics.jsonl").read_bytes()
-    assert "finished" in say(
+    assert "finished" in log(
         small, "train", "s.yaml", "seed=3", "--out", run, "--resume", "--no-report"
     )
     assert (run / "metrics.jsonl").read_bytes() == before
@@ -552,11 +552,11 @@ def test_a_run_from_training_to_comparison(small, trained):
 
 @pytest.mark.slow
 def test_a_run_is_reported_and_profiled(small, trained):
-    assert "report.html" in say(small, "report", trained)
-    say(small, "profile", "s.yaml", "--out", "mine.html")
+    assert "report.html" in log(small, "report", trained)
+    log(small, "profile", "s.yaml", "--out", "mine.html")
     both = small / "both.html"
     words = ("--steps", "4,17", "--prompts", "3", "--json", "p.json", "--out", "both.html")
-    say(small, "profile", "--run", "runs/s-001", *words)
+    log(small, "profile", "--run", "runs/s-001", *words)
     assert "intervals exclude 0" in both.read_text()
     measured = json.loads((small / "p.json").read_text())
     assert (

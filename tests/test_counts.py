@@ -88,7 +88,7 @@ def count_by_hook(settings, folder) -> Counter:
         phase = "update"
         state.iteration = max(number, 1)  # what the first iteration alone measures is not counted
         update = update_policy(state, rollout)
-        seen["trained"] += sum(len(work.segment) for work in update.batches)
+        seen["trained"] += sum(len(work.chunk_sample_ids) for work in update.batches)
     state.executor.shutdown()
     return Counter({name: n / settings.iterations for name, n in seen.items()})
 

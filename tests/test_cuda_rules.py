@@ -134,7 +134,7 @@ def test_the_floor_of_the_ratio_is_taken_on_the_gpu():
         torch.arange(2), torch.tensor([[0, 1]] * 2), chunks_from_setting("1,2", 3), limit=4
     )
     with pretended_cuda():
-        logp = torch.zeros(len(work.segment), device="cuda")
+        logp = torch.zeros(len(work.chunk_sample_ids), device="cuda")
         assert max_ratio_error(logp, logp, work) == 0.0
 
 

@@ -193,7 +193,7 @@ def run(home):
     """A run with guidance and an adapter: trained and evaluated."""
     run_settings = edit_settings(home, true_cfg_scale=3.0, lora_rank=2)
     made = run_folder.create_run(run_settings, home / "run")
-    train_run(run_settings, made, say=lambda text: None)
+    train_run(run_settings, made, log=lambda text: None)
     run_folder.update_run_json(made, status="finished")
     chunk_grpo.evaluate(made)
     return made

@@ -54,14 +54,14 @@ HARMLESS = {  # what `accelerate launch` sets by itself, and what only prints
 def test_variable_that_would_change_training_is_rejected_by_name(name, monkeypatch):
     monkeypatch.setenv(name, REFUSED[name])
     with pytest.raises(InputError) as error:
-        machine.check_environment()
+        machine.check_environment_variables()
     assert f"{name}={REFUSED[name]}" in str(error.value) and "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("name", HARMLESS)
 def test_variable_that_changes_nothing_is_accepted(name, monkeypatch):
     monkeypatch.setenv(name, HARMLESS[name])
-    machine.check_environment()
+    machine.check_environment_variables()
 
 
 def test_every_variable_that_accelerate_reads_to_train_is_known():
@@ -117,9 +117,9 @@ def test_loading_a_model_is_refused(monkeypatch):
 
 def test_switched_off_compiler_is_refused_where_it_is_asked_for(monkeypatch):
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
-    machine.check_environment()
+    machine.check_environment_variables()
     with pytest.raises(InputError, match="TORCHDYNAMO_DISABLE=1"):
-        machine.check_environment(compile=True)
+        machine.check_environment_variables(compile=True)
 
 
 def test_accelerator_reads_nothing_from_the_environment(monkeypatch, tmp_path):

@@ -202,7 +202,7 @@ def test_skipped_updates_are_counted_and_a_run_without_any_other_is_ended(
         str(world / "s.yaml"), {"dtype": "float16", "iterations": 2, "eval_every": 0}
     )
     with pytest.raises(InputError, match=r"in the last 2 iterations, .*set `dtype` to bfloat16"):
-        trainer.train_run(settings, tmp_path, say=lambda text: None)
+        trainer.train_run(settings, tmp_path, log=lambda text: None)
     count = settings.updates_per_iteration
     lines = metrics(tmp_path)[1:]
     assert [line["skipped_updates"] for line in lines] == [count, count]

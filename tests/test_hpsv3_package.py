@@ -18,7 +18,7 @@ pytestmark = pytest.mark.package
 @pytest.fixture(scope="module")
 def both(tmp_path_factory):
     """The package and the thin scorer on one tiny checkpoint in the released layout."""
-    place = placement.environment_dir("hpsv3")
+    place = placement.locate_environment("hpsv3")
     if not (place / "ready.json").is_file():
         pytest.fail("the environment hpsv3 has not been made: chunk-grpo reward-env hpsv3")
     folder = tmp_path_factory.mktemp("hpsv3")

@@ -30,7 +30,7 @@ def test_without_its_environment_the_command_that_makes_it_is_named(tmp_path, mo
 
 
 @pytest.mark.skipif(
-    not (placement.environment_dir("ocr") / "ready.json").is_file(),
+    not (placement.locate_environment("ocr") / "ready.json").is_file(),
     reason="the environment ocr has not been made: chunk-grpo reward-env ocr",
 )
 def test_drawn_words_are_read_in_the_environment():

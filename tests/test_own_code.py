@@ -84,25 +84,28 @@ def test_what_the_user_names_is_found_and_leaves_no_trace(tmp_path, monkeypatch)
     (tmp_path / "mine_here.py").write_text(RED)
     before = list(sys.path)
     with pytest.raises(InputError, match="No module named 'mine_here'"):
-        import_callable("mine_here:red", here=False)
+        import_callable("mine_here:red", allow_working_folder=False)
     monkeypatch.setattr(
         sys, "path", ["", str(tmp_path), *before]
     )  # as `python -m` and a shell have it
     with pytest.raises(InputError, match="No module named 'mine_here'"):
-        import_callable("mine_here:red", here=False)
+        import_callable("mine_here:red", allow_working_folder=False)
     with pytest.raises(InputError, match="absolute path of the file"):
-        import_callable("mine_here.py:red", here=False)
+        import_callable("mine_here.py:red", allow_working_folder=False)
     sys.path[:] = before
     assert (
         import_callable("mine_here:red").__name__
         == import_callable("mine_here.py:red").__name__
         == "red"
     )
-    assert import_callable(f"{tmp_path}/mine_here.py:red", here=False).__name__ == "red"
+    assert (
+        import_callable(f"{tmp_path}/mine_here.py:red", allow_working_folder=False).__name__
+        == "red"
+    )
     assert sys.path == before
     monkeypatch.setenv("PYTHONPATH", f"{os.pathsep}{tmp_path}")
     del sys.modules["mine_here"]
-    assert import_callable("mine_here:red", here=False).__name__ == "red"
+    assert import_callable("mine_here:red", allow_working_folder=False).__name__ == "red"
 
 
 @pytest.mark.parametrize(

@@ -285,7 +285,7 @@ def test_a_short_run_trains_and_is_evaluated_by_both_rewards_and_every_kind(tmp_
     }
     settings = load_settings("pocket/edit", changes)
     run = run_folder.create_run(settings, tmp_path / "run")
-    train_run(settings, run, say=lambda text: None)
+    train_run(settings, run, log=lambda text: None)
     run_folder.update_run_json(run, status="finished")
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [line["iteration"] for line in lines] == [0, 1, 2]

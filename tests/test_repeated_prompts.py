@@ -156,7 +156,7 @@ def test_scores_of_geneval_from_a_list_with_repeats_are_paired_by_prompt(tmp_pat
 
     monkeypatch.setattr(geneval, "evaluate_geneval", scored)
     arms = {"base": tmp_path, "plain": tmp_path}
-    inputs = benchmarks.ScoringInputs(tools={"detector": ""}, say=print)
+    inputs = benchmarks.ScoringInputs(tools={"detector": ""}, log=print)
     found = task.score(arms, tmp_path, inputs)
     assert found["overall"]["base"]["n"] == found["overall"]["plain-base"]["n"] == len(shipped)
 

@@ -58,7 +58,12 @@ def test_an_option_that_a_reward_does_not_have_is_one_sentence(tmp_path, option,
 def test_a_reward_gets_its_own_options_whatever_they_are_called(tmp_path, monkeypatch, place):
     (tmp_path / "red_option.py").write_text(REWARD)
     reward = load_placed_reward(
-        f"{tmp_path / 'red_option.py'}:red", **place, name="abc", here=2, options=1, loader=2
+        f"{tmp_path / 'red_option.py'}:red",
+        **place,
+        name="abc",
+        allow_working_folder=2,
+        options=1,
+        loader=2,
     )
     assert reward(torch.ones(1, 3, 8, 8), ["x"]).tolist() == [6.0]
     getattr(reward, "close", lambda: None)()

@@ -84,8 +84,8 @@ def trainer(monkeypatch):
     """Puts a function of the run folder in the place of the loop; it may say something."""
 
     def put(act):
-        def train_run(settings, run, callbacks, say):
-            act(run, say)
+        def train_run(settings, run, callbacks, log):
+            act(run, log)
             (run / "final").mkdir(exist_ok=True)
             (run / "final" / "weights.safetensors").touch()
             state = SimpleNamespace(
@@ -101,7 +101,7 @@ def trainer(monkeypatch):
     return put
 
 
-def four_lines(run, say):
+def four_lines(run, log):
     """A run that goes well."""
     for i in range(4):
         append_json_line(run / "metrics.jsonl", {"iteration": i})
@@ -110,7 +110,7 @@ def four_lines(run, say):
 def raises(error):
     """A run that ends with an error at once."""
 
-    def act(run, say):
+    def act(run, log):
         raise error
 
     return act
@@ -228,7 +228,7 @@ def test_a_mounted_empty_folder_is_a_run_folder(settings, tmp_path):
 
 
 def test_what_a_user_put_into_a_refused_run_stays(settings, trainer, tmp_path):
-    def act(run, say):
+    def act(run, log):
         (run / "thesis.tex").write_text("dear")
         raise InputError("`reward` must be finite")
 
@@ -293,9 +293,9 @@ def test_a_kill_before_run_json_leaves_a_folder_to_begin_in(
 
 
 def test_warnings_of_the_log_are_shown_too(settings, trainer, tmp_path, capsys):
-    def act(run, say):
-        say("warning: the checkpoint is damaged")
-        say("base")
+    def act(run, log):
+        log("warning: the checkpoint is damaged")
+        log("base")
 
     trainer(act)
     launch.train(settings, tmp_path / "run")
@@ -366,8 +366,8 @@ def test_missing_model_and_empty_prompts_are_found_before_anything_is_written(tm
 def fails_later(error):
     """A run that ends with an error after its first lines."""
 
-    def act(run, say):
-        four_lines(run, say)
+    def act(run, log):
+        four_lines(run, log)
         raise error
 
     return act
@@ -420,12 +420,12 @@ def test_two_trainers_of_one_run_are_refused(settings, trainer, tmp_path, monkey
     monkeypatch.setattr(files, "LOCK_PATIENCE", 0.2)
     again = []
 
-    def act(run, say):
+    def act(run, log):
         assert run_folder.is_training(run)
         with pytest.raises(InputError, match="is being trained by another process") as refused:
             launch.train(settings, run, resume=True)
         again.append(refused)
-        four_lines(run, say)
+        four_lines(run, log)
 
     trainer(act)
     out = launch.train(settings, tmp_path / "run")
@@ -452,7 +452,7 @@ def test_who_goes_on_at_once_after_a_kill_waits_for_its_files(settings, trainer,
     "number, raised", [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)]
 )
 def test_an_interrupt_is_handed_on_and_noted(settings, trainer, tmp_path, number, raised):
-    def act(run, say):
+    def act(run, log):
         os.kill(os.getpid(), number)
         time.sleep(60)
 
@@ -483,7 +483,7 @@ def test_a_killed_run_reads_interrupted(settings, trainer, tmp_path):
 
 def test_the_caller_gets_its_threads_back(settings, trainer, tmp_path):
     before = torch.get_num_threads()
-    trainer(lambda run, say: torch.set_num_threads(before + 1))
+    trainer(lambda run, log: torch.set_num_threads(before + 1))
     launch.train(settings, tmp_path / "run")
     assert torch.get_num_threads() == before
 

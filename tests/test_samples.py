@@ -140,7 +140,7 @@ def test_a_run_that_goes_on_is_sampled_from_its_checkpoint(tmp_path, monkeypatch
     weights = {"weights": {str(i): p for i, p in enumerate(policy.trained)}}
     about = {"run_id": note["run_id"], "settings": note["settings"]}
     rest = {"seconds": 1.0, "seconds_cpu": 1.0, "ema_step": 0}
-    checkpoints.write_checkpoint(run, 2, weights, rest, about=about)
+    checkpoints.write_checkpoint(run, 2, weights, rest, identity=about)
     (run / "final").rename(run / "other")
     (running,) = sample_run(run, PROMPTS[:1], ["plain"], out=tmp_path / "out")
     assert (pixels(running["image"]) == pixels(finished["image"])).all()

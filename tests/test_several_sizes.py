@@ -164,7 +164,7 @@ def gradient_of(context, method, advantage, limit: int, moved: bool) -> torch.Te
         torch.tensor([[0, 1]] * count),
         chunks,
         limit,
-        stochastic=steps,
+        trainable_steps=steps,
         sizes=context.trajectories.sizes,
     )
     for batch in work.batches:

@@ -105,7 +105,7 @@ def test_pipes_in_the_options_of_rewards_are_rejected_before_they_are_opened(tmp
     for name in ("list.txt", "rubric.txt", "code.py"):
         os.mkfifo(tmp_path / name)
     with pytest.raises(InputError, match=r"`environment`: .*list\.txt must be a regular file"):
-        placement.environment_dir(str(tmp_path / "list.txt"))
+        placement.locate_environment(str(tmp_path / "list.txt"))
     with pytest.raises(InputError, match=r"`rubric`: .*rubric\.txt must be a regular file"):
         judge._read_question(str(tmp_path / "rubric.txt"))
     with pytest.raises(ValueError, match=r"code\.py must be a regular file"):

@@ -193,7 +193,7 @@ def study_until(home, out, trials, **marks):
     """What a study says that is stopped after so many trials."""
     said = []
     try:
-        study.run_study(home, out, say=said.append, pool=Instant(trials), **marks)
+        study.run_study(home, out, log=said.append, pool=Instant(trials), **marks)
     except KeyboardInterrupt:
         pass
     return "\n".join(said)
@@ -257,7 +257,7 @@ def test_nothing_of_an_outcome_is_said_before_the_last_trial_unless_somebody_pee
     assert all(plan["peeks"] == [] and not plan["unplanned"] for plan in plans(out))
     assert "pocket-clip" not in study_until(home, looked, 2)
     said = []
-    study.run_study(home, looked, arms=["steps"], say=said.append, peek=True)
+    study.run_study(home, looked, arms=["steps"], log=said.append, peek=True)
     assert (
         any("pocket-clip +0.125" in line for line in said)
         and [plan["peeks"] for plan in plans(looked)] == [[2]] * 2

@@ -92,7 +92,7 @@ class Begun:
 def go(home, out, trials=99, ends=True, **marks):
     """Run a study until so many trials are made."""
     try:
-        return study.run_study(home, out, say=str, pool=Begun(trials, ends), **marks)
+        return study.run_study(home, out, log=str, pool=Begun(trials, ends), **marks)
     except KeyboardInterrupt:
         return []
 
@@ -406,7 +406,7 @@ def test_tuning_finds_the_code_of_arms(home, tmp_path):
 
 @pytest.mark.slow
 def test_a_study_with_code_of_its_own_runs_to_its_rows(home, tmp_path):
-    rows = study.run_study(home, tmp_path / "out", 1, say=str)
+    rows = study.run_study(home, tmp_path / "out", 1, log=str)
     assert [sorted(name.partition(": ")[0] for name in row["code"]) for row in rows] == [
         ["eval_rewards"],
         ["eval_rewards", "method"],

@@ -167,13 +167,13 @@ class InventedRuns:
         source: Path,
         out: Path,
         processes: int | None = None,
-        known: Sequence[Mapping] = (),
-        say: Callable[[str], None] = print,
+        finished_rows: Sequence[Mapping] = (),
+        log: Callable[[str], None] = print,
         unplanned: bool = False,
     ) -> list[dict]:
         """Return the rows of all trials, and keep them as `run_study` does."""
         rows = []
-        earlier = [*known, *read_json_lines(out / "results.jsonl")]
+        earlier = [*finished_rows, *read_json_lines(out / "results.jsonl")]
         for trial in design.expand_trials(source):
             row = design.find_finished_row(trial, out, earlier)
             if row is None:

@@ -361,7 +361,9 @@ def check_ratio_error(small: bool, folder: Path) -> Parts:
             again = compute_transition_stats(context, work, method)[0]
             old = paths.log_probs[work.image, work.step].to(again.device)
             of_steps = ((again - old).exp() - 1).abs()
-            of_chunks = (chunk_means(again - old, work.segment.to(again.device)).exp() - 1).abs()
+            of_chunks = (
+                chunk_means(again - old, work.chunk_sample_ids.to(again.device)).exp() - 1
+            ).abs()
             numbers[f"replay in batches of {batch}"] = {
                 "steps, median": of_steps.median().item(),
                 "steps, 90%": of_steps.quantile(0.9).item(),

@@ -177,7 +177,7 @@ def random_policy(
 
         def encode(self, prompts: list[str]) -> dict[str, Tensor]:
             """Return random conditioning, the same for a prompt whenever it is asked for; one row per prompt."""
-            negatives = self.negatives(prompts)
+            negatives = self.get_negative_prompts(prompts)
             rows = [self.random_row(prompt) for prompt in [*prompts, *negatives[:1]]]
             stacked = {
                 name: torch.stack([row[name] for row in rows]).to(self.device) for name in rows[0]

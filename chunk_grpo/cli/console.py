@@ -182,8 +182,8 @@ def check_trust(
     run: Path,  # run folder
     trust: bool,  # True: the user gave --trust
     overrides: Sequence[str] = (),  # the user's own NAME=VALUE, which need no trust
-    doing: str = "evaluating",  # the command's action, such as "sampling from", for the error
-    rewards_too: bool = True,  # whether the command loads the run's rewards
+    action: str = "evaluating",  # the command's action, such as "sampling from", for the error
+    loads_rewards: bool = True,  # whether the command loads the run's rewards
 ) -> None:
     """Raise InputError if the command would load or execute anything that the user does not trust.
 
@@ -193,4 +193,4 @@ def check_trust(
     from chunk_grpo.runs import run_folder  # here, since it imports torch
 
     names = [text.partition("=")[0] for text in overrides]
-    run_folder.check_trust(run, trust, names, doing, rewards_too)
+    run_folder.check_trust(run, trust, names, action, loads_rewards)

@@ -36,7 +36,7 @@ def evaluate_with_progress(
     run: Path,  # run folder
     overrides: Sequence[str] = (),  # NAME=VALUE, evaluation settings to change
     processes: int = 0,  # 0: as many as the run had
-    say: Callable[[str], None] = typer.echo,  # called with each line of progress
+    log: Callable[[str], None] = typer.echo,  # called with each line of progress
     trust: bool = False,  # execute code that a run from another machine names
 ) -> dict:
     """Evaluate a run on its held-out prompts, print lines of progress, and return the summary.
@@ -47,7 +47,7 @@ def evaluate_with_progress(
 
     command = shlex.join(["chunk-grpo", "evaluate", str(run), *overrides])
     with exit_if_interrupted(lambda: f"finished images are kept, continue with: {command}"):
-        return evaluation.evaluate(run, say, overrides, processes=processes, trust=trust)
+        return evaluation.evaluate(run, log, overrides, processes=processes, trust=trust)
 
 
 def evaluate_heldout(
@@ -59,19 +59,19 @@ def evaluate_heldout(
 ) -> None:
     """Evaluate a run on its held-out prompts, print the means or the summary, and write the reports."""
 
-    def say(text: str) -> None:
+    def log(text: str) -> None:
         """Print a line, on the error stream if the standard output holds JSON."""
         typer.echo(escape_control_characters(text), err=as_json)
 
     summary = evaluate_with_progress(
-        run=run, overrides=overrides, processes=processes, say=say, trust=trust
+        run=run, overrides=overrides, processes=processes, log=log, trust=trust
     )
     from chunk_grpo.reporting import reports  # after the evaluation, since it imports matplotlib
 
     print_json(summary) if as_json else print_means(summary)
-    say(f"report: {reports.write_run_report(run, 'evaluate')}")
+    log(f"report: {reports.write_run_report(run, 'evaluate')}")
     if (run / "report.html").is_file():  # it still shows the previous evaluation
-        say(f"renewed: {reports.write_run_report(run)}")
+        log(f"renewed: {reports.write_run_report(run)}")
 
 # %% ../../nbs/14_cli/03_evaluation.ipynb #76d7ef5e
 def format_mean_and_interval(
@@ -210,7 +210,7 @@ def evaluate(
             source=source,
             scorers=scorers,
             tools=tools,
-            say=typer.echo,
+            log=typer.echo,
         )
     else:
         # Sample the benchmark's images with the run's weights, and score them.
@@ -223,7 +223,7 @@ def evaluate(
             changes=overrides or (),
             reward_names=reward_names,
             tools=tools,
-            say=typer.echo,
+            log=typer.echo,
             trust=trust,
         )
 

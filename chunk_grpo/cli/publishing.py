@@ -79,7 +79,7 @@ def sample(
             f"prompts must come as words or in `--prompts`; got {'both' if prompts else 'neither'}"
         )
     seeds = parse_numbers("--seed", seed)
-    check_trust(run, trust, doing="sampling from", rewards_too=False)
+    check_trust(run, trust, action="sampling from", loads_rewards=False)
     from chunk_grpo.models import inputs  # these here, since they import torch
     from chunk_grpo.reporting import samples
     from chunk_grpo.runs import run_folder
@@ -115,7 +115,7 @@ def sample(
             seeds=seeds,
             out=out,
             changes=changes,
-            say=typer.echo,
+            log=typer.echo,
             trust=trust,
         )
     typer.echo(f"images: {len(images)}, in {out}\nsheet: {out / 'contact-sheet.png'}")
@@ -151,7 +151,7 @@ def export(
         raise InputError("`--public` needs the repository in `--push-to-hub`; got none")
     from chunk_grpo.reporting import export as exports  # here, since it imports torch
 
-    check_trust(run, trust, doing="exporting", rewards_too=False)
+    check_trust(run, trust, action="exporting", loads_rewards=False)
     if push_to_hub:
         exports.check_hub_login(push_to_hub)
     exported = exports.export_run(run=run, folder=folder, trust=trust, layout=layout)

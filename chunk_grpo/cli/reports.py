@@ -217,7 +217,7 @@ def profile(
         run_folder.read_run_settings(run) if run else source, changes
     )
     if run:
-        check_trust(run, trust, changes, "profiling", rewards_too=False)
+        check_trust(run, trust, changes, "profiling", loads_rewards=False)
         run_images.hash_trained_weights(run)
         run_folder.check_run_inputs(run, run_settings, ("model", "prompts"))
     inputs.read_run_prompts(run_settings, "prompts")
@@ -251,7 +251,7 @@ def verify(
     """Repeat a run's first iterations and compare the results."""
     from chunk_grpo.runs import launch, verify as verification  # here, since they import torch
 
-    check_trust(run, trust, doing="verifying")
+    check_trust(run, trust, action="verifying")
     with exit_if_interrupted():
         progress = None if as_json else launch.print_progress
         result = verification.verify_run(

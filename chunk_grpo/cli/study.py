@@ -114,7 +114,7 @@ def study(
     with exit_if_interrupted(lambda: "the same command resumes the study"):
         if tune:
             return pilot.tune_study(
-                source=name, out=out, processes=processes, known=rows, say=typer.echo
+                source=name, out=out, processes=processes, finished_rows=rows, log=typer.echo
             )
         with ray_cluster.ray_pool(ray) if ray else contextlib.nullcontext() as pool:
             finished = trials.run_study(
@@ -123,8 +123,8 @@ def study(
                 processes=processes,
                 arms=split_commas(arms),
                 seeds=numbers,
-                known=rows,
-                say=typer.echo,
+                finished_rows=rows,
+                log=typer.echo,
                 pool=pool,
                 unplanned=unplanned,
                 peek=peek,

@@ -83,7 +83,7 @@ def try_command(
             quick=quick,
             processes=processes,
             protocol=protocol,
-            say=typer.echo,
+            log=typer.echo,
         )
     typer.echo("\n" + "\n".join(method_trials.summarise_try(folder)) + "\n")
     report = write_report(

@@ -46,7 +46,7 @@ def module_search_path(
 def import_callable(
     path: str,  # "package.module:name" or "file.py:name"
     field: str = "reward",  # name of the setting with this value, for error messages
-    here: bool = True,  # True: allow code in the working folder, as for a path that the user names
+    allow_working_folder: bool = True,  # True: allow code in the working folder, as for a path that the user names
 ) -> Callable:
     """Import a function or class and return it.
 
@@ -59,7 +59,7 @@ def import_callable(
     is_module = all(part.isidentifier() for part in module_name.split("."))
     if not name.isidentifier() or not (is_file or is_module):
         raise InputError(f"{requirement}; got {path[:80]!r}")
-    if is_file and not here and not os.path.isabs(module_name):
+    if is_file and not allow_working_folder and not os.path.isabs(module_name):
         raise InputError(
             f"{requirement}, with the absolute path of the file if a run names it; got {path[:80]!r}"
         )
@@ -67,7 +67,7 @@ def import_callable(
         check_regular_file(module_name, f"`{field}`")
     loaded_name = ""
     try:
-        with module_search_path(here):
+        with module_search_path(allow_working_folder):
             if is_file:
                 spec: Any = importlib.util.spec_from_file_location(
                     f"{Path(module_name).stem}_of_{field}", module_name

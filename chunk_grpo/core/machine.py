@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['Terminated', 'TrainingFailed', 'raise_on_sigterm', 'defer_sigterm', 'allow_sigterm', 'sigterm_is_pending',
-           'terminate_process_group', 'die_with_parent', 'changes_training', 'check_environment',
+           'terminate_process_group', 'die_with_parent', 'changes_training', 'check_environment_variables',
            'without_foreign_settings', 'library_versions', 'installed_packages', 'package_lists', 'record_packages',
            'current_git_commit', 'machine_info', 'use_full_float32', 'nvidia_driver', 'explain_missing_gpu',
            'choose_device']
@@ -198,7 +198,7 @@ def changes_training(
     return not is_neutral
 
 
-def check_environment(
+def check_environment_variables(
     compile: bool = False,  # whether the run compiles its transformer
 ) -> None:
     """Raise InputError if an environment variable would change what a training run computes."""

@@ -1361,7 +1361,7 @@ def _check_method(settings: "Settings") -> None:
     shared = sharing.Sharing.parse(settings.sharing)
     # Raises InputError if the group is too small for this sharing
     shared.noise_owners(settings.images_per_prompt, settings.steps)
-    stochastic_steps = Window.parse(settings.window).common_places(settings.steps - 1)
+    stochastic_steps = Window.parse(settings.window).common_transitions(settings.steps - 1)
     stochastic_range = "none"
     if stochastic_steps:
         stochastic_range = f"{stochastic_steps[0]} to {stochastic_steps[-1]}"

@@ -115,7 +115,7 @@ def _imported_names(
 
 def code_files(
     path: str,  # "package.module:name" or "file.py:name"
-    here: bool = True,  # whether to search the working folder too, see `import_callable`
+    allow_working_folder: bool = True,  # whether to search the working folder too, see `import_callable`
     search_path: list[str] | None = None,  # folders to search; None: Python's own search path
 ) -> dict[str, Path]:  # keyed by `path` and by names of modules
     """Find the file of a function or class, and the user's files that it imports, without importing any of them.
@@ -149,7 +149,7 @@ def code_files(
             is_package = spec.submodule_search_locations is not None
             queue_imports(file, full_name if is_package else full_name.rpartition(".")[0])
 
-    with module_search_path(here):
+    with module_search_path(allow_working_folder):
         if module.endswith(".py"):
             file = Path(module)
             if file.is_file() and not file.resolve().is_relative_to(_PACKAGE):

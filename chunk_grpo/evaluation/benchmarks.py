@@ -57,7 +57,7 @@ from ..rewards import rewards
 from chunk_grpo.runs.processes import (
     default_sampling_processes,
     sampling_threads,
-    progress_text,
+    format_sampling_progress,
     run_shares,
 )
 from ..runs.run_folder import check_run_inputs, check_trust, run_origin
@@ -70,7 +70,7 @@ class ScoringInputs:
     scorers: Mapping[str, Callable] | None = None  # rewards, keyed by name
     tools: Mapping = field(default_factory=dict)  # keyed as in the task's `tool_names`
     source: str | Path | None = None  # file or folder of the prompts
-    say: Callable[[str], None] = lambda text: None  # called with progress messages
+    log: Callable[[str], None] = lambda text: None  # called with progress messages
 
 
 @dataclass(frozen=True)
@@ -164,7 +164,7 @@ class BenchmarkTask:
     ) -> dict:  # part of summary.json: `rewards`, or `overall` with the benchmark's own measure
         """Score the images of all arms and compare the arms."""
         records = _score_with_rewards(
-            task=self, arms=arms, scorers=inputs.scorers, out=out, say=inputs.say
+            task=self, arms=arms, scorers=inputs.scorers, out=out, log=inputs.log
         )
         return {"rewards": summarise_evaluation(records)}
 
@@ -233,7 +233,7 @@ class GenEvalTask(BenchmarkTask):
         for arm, folder in arms.items():
             images = [(Path(folder) / self.file(p, n), self.records[p]) for p, n in image_indices]
             verdicts, summaries[arm] = geneval.evaluate_geneval(
-                images, Path(out) / arm, tools["detector"], say=inputs.say, **options
+                images, Path(out) / arm, tools["detector"], log=inputs.log, **options
             )
             for (p, n), verdict in zip(image_indices, verdicts, strict=True):
                 records.append(
@@ -298,7 +298,7 @@ class WISETask(BenchmarkTask):
             judge=inputs.tools["judge"],
             out=Path(out) / _JUDGE_FOLDER,
             rubric=inputs.tools.get("rubric"),
-            say=inputs.say,
+            log=inputs.log,
         )
 
 
@@ -333,7 +333,7 @@ class DPGTask(BenchmarkTask):
             images=arms,
             judge=inputs.tools["judge"],
             out=Path(out) / _JUDGE_FOLDER,
-            say=inputs.say,
+            log=inputs.log,
         )
 
 # %% ../../nbs/10_evaluation/08_benchmarks.ipynb #67a95b5d
@@ -467,7 +467,7 @@ def sample_benchmark(
     out: Path,  # the benchmark's folder
     changes: Mapping | Sequence[str] = (),  # changed settings, see `evaluation_settings`
     share: tuple[int, int] = (0, 1),  # index of this process, and the number of processes
-    say: Callable[[str], None] = print,  # called with progress messages
+    log: Callable[[str], None] = print,  # called with progress messages
     trust: bool = False,  # load and execute what a run from elsewhere names
 ) -> None:
     """Sample this process's share of a benchmark's missing images, each written completely or not at all.
@@ -491,7 +491,7 @@ def sample_benchmark(
                     model,
                     settings,
                     prompts=list(benchmark.prompts),
-                    places=batch,
+                    image_indices=batch,
                     arm=arm,
                     split=split,
                 )
@@ -500,14 +500,14 @@ def sample_benchmark(
                 for image, (prompt_index, image_index) in zip(images, batch, strict=True):
                     benchmark.write_image(folder, image, prompt_index, image_index)
                 done = low + len(batch)
-                progress = progress_text(
-                    done=done,
-                    images=len(missing),
+                progress = format_sampling_progress(
+                    finished_images=done,
+                    total_images=len(missing),
                     seconds=time.monotonic() - start,
-                    spent=done,
-                    left=len(missing) - done,
+                    finished_cost=done,
+                    remaining_cost=len(missing) - done,
                 )
-                say(f"{benchmark.name}, {arm}: {progress}")
+                log(f"{benchmark.name}, {arm}: {progress}")
 
 # %% ../../nbs/10_evaluation/08_benchmarks.ipynb #29d22671
 def _score_with_rewards(
@@ -515,7 +515,7 @@ def _score_with_rewards(
     arms: Mapping[str, Path],  # arm -> folder of its images
     scorers: Mapping[str, Callable],  # rewards, keyed by name
     out: Path,  # folder that gets scores.jsonl
-    say: Callable[[str], None] = lambda text: None,  # called with progress messages
+    log: Callable[[str], None] = lambda text: None,  # called with progress messages
 ) -> list[dict]:  # one record per image, arm by arm
     """Score the images that have no score yet, append their records to a file, and return all records.
 
@@ -594,7 +594,7 @@ def _score_with_rewards(
                     record["record_sha256"] = prompt_hashes[p]
                 records[arm, p, n] = record
                 append_json_line(file, record)
-            say(f"{task.name}, {arm}: {batch_slice.stop} of {len(unscored)} images scored")
+            log(f"{task.name}, {arm}: {batch_slice.stop} of {len(unscored)} images scored")
     return [records[arm, p, n] for arm in arms for p, n in image_indices]
 
 # %% ../../nbs/10_evaluation/08_benchmarks.ipynb #2f28f0dc
@@ -606,14 +606,14 @@ def score_benchmark(
     scorers: Mapping[str, Callable] | None = None,  # rewards, keyed by name
     # keyed by detector, clip and device for GenEval, by judge and rubric for WISE, by judge for DPG-Bench
     tools: Mapping | None = None,
-    say: Callable[[str], None] = lambda text: None,  # called with progress messages
+    log: Callable[[str], None] = lambda text: None,  # called with progress messages
 ) -> dict:  # content of summary.json
     """Score the images of a benchmark with its own scorer, write summary.json, and return it.
 
     Raises InputError if an image, a tool or a reward is missing or has no effect, or if a reward cannot score a prompt.
     """
     task.check_options(list(scorers or {}), tools or {})
-    inputs = ScoringInputs(scorers=scorers, tools=tools or {}, source=source, say=say)
+    inputs = ScoringInputs(scorers=scorers, tools=tools or {}, source=source, log=log)
     task.check_inputs(inputs)
     rewards.check_prompts(scorers or {}, task.prompts, "`benchmark`", task.records or None)
     for arm, folder in arms.items():
@@ -688,7 +688,7 @@ def run_benchmark(
     changes: Mapping | Sequence[str] = (),  # changed settings, see `evaluation_settings`
     reward_names: Sequence[str] = (),  # empty: the rewards of the run
     tools: Mapping | None = None,  # see `score_benchmark`
-    say: Callable[[str], None] = lambda text: None,  # called with progress messages
+    log: Callable[[str], None] = lambda text: None,  # called with progress messages
     trust: bool = False,  # load and execute what a run from elsewhere names
 ) -> Path:  # the benchmark's folder
     """Sample and score a benchmark with a run's base, trained and hybrid weights, and return its folder.
@@ -718,7 +718,7 @@ def run_benchmark(
             scorers[reward_name] = placement.load_placed_reward(
                 reward_name, use_working_folder, **options
             )
-    inputs = ScoringInputs(scorers=scorers, tools=tools or {}, source=source, say=say)
+    inputs = ScoringInputs(scorers=scorers, tools=tools or {}, source=source, log=log)
     task.check_inputs(inputs)
     rewards.check_prompts(scorers or {}, task.prompts, "`benchmark`", task.records or None)
     task.load_models(inputs)
@@ -740,7 +740,7 @@ def run_benchmark(
                 process_count=processes,
             )
         else:
-            sample_benchmark(folder, (name, source, samples), out, changes, say=say, trust=trust)
+            sample_benchmark(folder, (name, source, samples), out, changes, log=log, trust=trust)
     score_benchmark(
         task=task,
         arms={arm: out / arm for arm in arms},
@@ -748,6 +748,6 @@ def run_benchmark(
         source=source,
         scorers=scorers,
         tools=tools,
-        say=say,
+        log=log,
     )
     return out

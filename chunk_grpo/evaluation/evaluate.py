@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from .. import InputError
-from ..arguments import checked, path, int_at_least
+from ..arguments import checked, int_at_least, path_argument
 from ..core import settings as setting
 from ..core.files import atomic_write, write_json
 from ..core.statistics import bootstrap_images, bootstrap_ratio
@@ -434,7 +434,7 @@ def write_scores(
 @checked(run=path(), processes=int_at_least(0), changes=Mapping[str, Any] | Sequence[str])
 def evaluate(
     run: Path | str,  # folder of a finished run, which gets evaluation/
-    say: Callable[[str], None] = lambda text: None,  # called with lines about the progress
+    log: Callable[[str], None] = lambda text: None,  # called with lines about the progress
     changes: Mapping | Sequence[str] = (),  # changed settings, see `evaluation_settings`
     # arm -> step at which the base takes over, or None for never; None: the five usual arms
     arms: Mapping[str, int | None] | None = None,
@@ -479,7 +479,7 @@ def evaluate(
         # Sample the missing parts, in this process or in several.
         missing_count = len(parts) - len(read_parts(folder))
         process_count = min(processes or default_sampling_processes(run), missing_count)
-        watch = progress_watcher(settings, parts, folder, say)
+        watch = progress_watcher(settings, parts, folder, log)
         if process_count > 1:
             arguments = {
                 "run": str(run),

@@ -253,7 +253,7 @@ def score_geneval_images(
     # (image, objects, class name) -> colour of each object
     classify_colours: Callable[[Image.Image, Sequence[DetectedObject], str], list[str]],
     scorer: str,  # label of the detector and the colour classifier
-    say: Callable[[str], None] = lambda text: None,  # called with progress messages
+    log: Callable[[str], None] = lambda text: None,  # called with progress messages
 ) -> list[dict]:  # lines of results.jsonl, in the order of the images
     """Score the images that have no verdict yet, append their verdicts to a file, and return all verdicts.
 
@@ -303,7 +303,7 @@ def score_geneval_images(
         }
         lines[str(file)] = line | identities[str(file)]
         append_json_line(results_file, lines[str(file)])
-        say(f"{i} of {len(images)} images")
+        log(f"{i} of {len(images)} images")
     return [lines[str(file)] for file, _ in images]
 
 # %% ../../nbs/10_evaluation/04_geneval.ipynb #2f9d117d
@@ -367,7 +367,7 @@ def evaluate_geneval(
     detector: str | Path,
     clip: str | Path = GENEVAL_CLIP_ID,  # a folder or hub id of the colour classifier
     device: str | torch.device | None = None,  # None: the GPU if there is one
-    say: Callable[[str], None] = lambda text: None,  # called with progress messages
+    log: Callable[[str], None] = lambda text: None,  # called with progress messages
 ) -> tuple[list[dict], dict]:  # lines of results.jsonl, and content of summary.json
     """Score images with GenEval's detector and rule, and write and return the verdicts and the table.
 
@@ -391,7 +391,7 @@ def evaluate_geneval(
         detect=lambda image: detect_objects(model, image, _SCORE_THRESHOLD),
         classify_colours=classify_colours,
         scorer=label,
-        say=say,
+        log=log,
     )
     summary = summarise_geneval(lines)
     write_json(Path(out) / "summary.json", summary)

@@ -357,7 +357,7 @@ def ask_judge(
     # text of an answer -> its meaning, which must be serialisable as JSON; None: it cannot be read
     parse_answer: Callable[[str], object | None],
     file: Path,  # answers.jsonl; questions with enough answers in it are not asked again
-    say: Callable[[str], None] = lambda text: None,  # called with progress messages
+    log: Callable[[str], None] = lambda text: None,  # called with progress messages
     # client with your own proxies or certificates; None: a new one
     http: httpx.Client | None = None,
 ) -> tuple[dict[str, dict], dict]:  # question's id -> record, and the account of judges and counts
@@ -423,7 +423,7 @@ def ask_judge(
             ):
                 future.result()
                 if not failures:
-                    say(f"{number} of {len(questions)} questions answered")
+                    log(f"{number} of {len(questions)} questions answered")
         finally:
             # After an interrupt, too, end all pauses and wait for the requests in flight.
             stop.set()

@@ -298,7 +298,7 @@ def _judge_images(
     images: Mapping[str, Path],  # arm -> folder with {name}.png
     judge: Judge,  # the model that answers
     out: Path,  # folder that gets answers.jsonl
-    say: Callable[[str], None],  # called with progress messages
+    log: Callable[[str], None],  # called with progress messages
     http: httpx.Client | None,  # client with your own proxies or certificates; None: a new one
     # prompt -> its questions, as a mapping from the end of a question's id to its text
     write_questions: Callable[[JudgedPrompt], dict[str, str]],
@@ -317,7 +317,7 @@ def _judge_images(
         question for image_questions in questions.values() for question in image_questions
     ]
     answers, account = ask_judge(
-        judge, all_questions, parse_answer, file=Path(out) / "answers.jsonl", say=say, http=http
+        judge, all_questions, parse_answer, file=Path(out) / "answers.jsonl", log=log, http=http
     )
 
     # An image is scored only if all its answers could be read.
@@ -357,7 +357,7 @@ def evaluate_wise(
     out: Path,  # folder that gets answers.jsonl, scores.jsonl and summary.json
     # your own text with {prompt} and {explanation}; None: the shipped one
     rubric: Path | None = None,
-    say: Callable[[str], None] = lambda text: None,  # called with progress messages
+    log: Callable[[str], None] = lambda text: None,  # called with progress messages
     # client with your own proxies or certificates; None: a new one
     http: httpx.Client | None = None,
 ) -> dict:  # content of summary.json
@@ -391,7 +391,7 @@ def evaluate_wise(
         images=images,
         judge=judge,
         out=out,
-        say=say,
+        log=log,
         http=http,
         write_questions=write_questions,
         parse_answer=parse_answer,
@@ -463,7 +463,7 @@ def evaluate_dpg(
     images: Mapping[str, Path],  # arm -> folder with {item_id}.png; arms are compared with base
     judge: Judge,  # the model that answers
     out: Path,  # folder that gets answers.jsonl, scores.jsonl and summary.json
-    say: Callable[[str], None] = lambda text: None,  # called with progress messages
+    log: Callable[[str], None] = lambda text: None,  # called with progress messages
     # client with your own proxies or certificates; None: a new one
     http: httpx.Client | None = None,
 ) -> dict:  # content of summary.json
@@ -493,7 +493,7 @@ def evaluate_dpg(
         images=images,
         judge=judge,
         out=out,
-        say=say,
+        log=log,
         http=http,
         write_questions=write_questions,
         parse_answer=parse_yes_no,

@@ -50,7 +50,7 @@ from chunk_grpo.models.inputs import (
 from ..models.policy import Policy
 from ..reward_serving import placement
 from ..rewards import rewards
-from ..runs.processes import sampling_threads, progress_text
+from ..runs.processes import sampling_threads, format_sampling_progress
 from chunk_grpo.runs.run_folder import (
     check_trust,
     file_of_run,
@@ -153,7 +153,12 @@ def sample_part(
     results = {}  # (prompt index, image index) -> scores, category and objects
     for indices in indices_by_size.values():
         sampled = sample_arm_images(
-            model=model, settings=settings, prompts=prompts, places=indices, arm=arm, split=split
+            model=model,
+            settings=settings,
+            prompts=prompts,
+            image_indices=indices,
+            arm=arm,
+            split=split,
         )
         prompt_indices = [p for p, _ in indices]
         image_records = None
@@ -329,7 +334,7 @@ def progress_watcher(
     settings: Settings,  # settings of the evaluation
     parts: list[tuple[str, int, int]],  # all parts of the evaluation, see `evaluation_parts`
     folder: Path,  # folder of the evaluation, with the finished parts
-    say: Callable[[str], None],  # called with each line of progress
+    log: Callable[[str], None],  # called with each line of progress
     interval: float = 10.0,  # shortest time between two lines, seconds
 ) -> Callable[[], None]:  # reports the progress when it is called
     """Return a function that counts the finished parts of all processes and reports the progress."""
@@ -353,18 +358,18 @@ def progress_watcher(
         done, spent = count_work(read_parts(folder))
         now = time.monotonic()
         if done > last_done and (now - last_time >= interval or done == images):
-            progress = progress_text(
-                done=done,
-                images=images,
+            progress = format_sampling_progress(
+                finished_images=done,
+                total_images=images,
                 seconds=now - start,
-                spent=spent - cost_before,
-                left=cost - spent,
+                finished_cost=spent - cost_before,
+                remaining_cost=cost - spent,
             )
-            say(f"evaluation: {progress}")
+            log(f"evaluation: {progress}")
             last_time, last_done = now, done
 
     if images_before:
-        say(f"evaluation: resumed, {images_before:,} of {images:,} images are finished")
+        log(f"evaluation: resumed, {images_before:,} of {images:,} images are finished")
     return report_progress
 
 # %% ../../nbs/10_evaluation/01_parts.ipynb #49c5a497

@@ -125,7 +125,7 @@ def load_trained_policy(
     if is_final:
         stored = trainable.read_saved_weights(folder)
     else:
-        stored = checkpoints.read_tensors(folder, only=("ema", "weights"))
+        stored = checkpoints.read_tensors(folder, group_names=("ema", "weights"))
     names = (
         "max_tokens",
         "dtype",
@@ -203,10 +203,10 @@ def arm_image_size(
 def sample_arm_images(
     model: Policy,  # policy with the trained weights
     settings: Settings,  # settings of the evaluation
-    # all prompts, or a mapping from prompt index to prompt with at least those in `places`
+    # all prompts, or a mapping from prompt index to prompt with at least those in `image_indices`
     prompts: Sequence[str] | Mapping[int, str],
     # (prompt index, image index) of each image to sample; all of one size, see `arm_image_size`
-    places: list[tuple[int, int]],
+    image_indices: list[tuple[int, int]],
     arm: str,  # name of the arm, which decides between the ODE and the training sampler
     split: int | None,  # step at which the base takes over: 0 means the base alone, None never
 ) -> torch.Tensor:  # (B, 3, H, W) in [0, 1], on the CPU
@@ -219,10 +219,10 @@ def sample_arm_images(
     if arm in AS_TRAINED_ARMS:
         sampler = load_method(settings).sampler(settings.iterations - 1)
     training_guidance, evaluation_guidance = guidance_scales(settings)
-    sizes = {arm_image_size(settings, arm, prompt_index) for prompt_index, _ in places}
+    sizes = {arm_image_size(settings, arm, prompt_index) for prompt_index, _ in image_indices}
     if len(sizes) > 1:
         raise InputError(
-            f"`places` must have images of one size; {arm} has {sorted(sizes, key=str)}"
+            f"`image_indices` must have images of one size; {arm} has {sorted(sizes, key=str)}"
         )
     for size in sizes:
         model.set_resolution(size)
@@ -231,7 +231,7 @@ def sample_arm_images(
     return sample_images(
         policy=model,
         prompts=prompts,
-        places=places,
+        places=image_indices,
         seed=settings.eval_seed,
         steps=settings.eval_steps,
         split=split,

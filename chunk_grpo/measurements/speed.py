@@ -160,7 +160,7 @@ class RandomFluxPolicy(FluxPolicy):
     def load_networks(
         self,
         weights: torch.dtype,  # dtype of the transformer's weights
-        host: bool,  # ignored, because the networks are created on the device
+        keep_on_cpu: bool,  # ignored, because the networks are created on the device
     ) -> tuple[nn.Module, ...]:
         """Create and return a transformer and a VAE with random weights."""
         networks = []
@@ -372,7 +372,7 @@ class Workload:
             advantage=self.advantage,
             method=Method(self.settings),
         )
-        return len(update_batch.segment)
+        return len(update_batch.chunk_sample_ids)
 
     def gradient(self) -> Tensor:
         """Return the gradient of all trained weights after the last update, as one vector."""

@@ -167,7 +167,7 @@ class Decoupled(Method):
 
     def partition(
         self,
-        paths: Trajectories,  # trajectories of B images
+        trajectories: Trajectories,  # trajectories of B images
         profile: Tensor,  # (T,) mean distance of each transition under the base
     ) -> Chunks | list[Chunks]:
         """Return the chunks of which chunk samples are made: those of `chunks_of_levels`, or one chunk per level.
@@ -175,10 +175,10 @@ class Decoupled(Method):
         One chunk per level is returned as a list with one partition per image if images may train different numbers of
         levels, else as one partition for all images.
         """
-        chunks = self.chunks_of_levels(paths, profile)
+        chunks = self.chunks_of_levels(trajectories, profile)
         if self.sample_is_chunk:
             return chunks
-        levels = Chunks.steps(len(self.trainable_steps(paths.sampler)))
+        levels = Chunks.steps(len(self.trainable_steps(trajectories.sampler)))
         if isinstance(chunks, Chunks):
             allowed = parse_chunk_numbers(self.settings.train_chunks, len(chunks))
             sizes = [chunks.sizes[k] for k in allowed]
@@ -188,11 +188,11 @@ class Decoupled(Method):
             ) == len(sizes):
                 return levels
         # Given a list, the mean over processes counts the chunk samples instead of assuming equally many per image.
-        return [levels] * len(paths.keys)
+        return [levels] * len(trajectories.keys)
 
     def select_chunks(
         self,
-        paths: Trajectories,  # trajectories of B images
+        trajectories: Trajectories,  # trajectories of B images
         chunks: Chunks | list[Chunks],  # returned by `partition`
         profile: Tensor,  # (T,) mean distance of each transition under the base
         iteration: int,  # 0, 1, ...
@@ -207,24 +207,26 @@ class Decoupled(Method):
         are_single_levels = all(size == 1 for partition in partitions for size in partition.sizes)
         returns_levels = are_single_levels and not self.sample_is_chunk
         if returns_levels:
-            chunks = self.chunks_of_levels(paths, profile)
+            chunks = self.chunks_of_levels(trajectories, profile)
 
         # Images that train the same levels use the random numbers of their group.
         if self.noise_per_group:
-            paths = replace(paths, keys=[key.with_generation(-1) for key in paths.keys])
+            trajectories = replace(
+                trajectories, keys=[key.with_generation(-1) for key in trajectories.keys]
+            )
 
         if settings.chunk_weighting == "uniform":
-            chosen = self._sample_uniformly(paths, chunks)
+            chosen = self._sample_uniformly(trajectories, chunks)
         else:
             weighting = settings.chunk_weighting
             distance = profile
             if self.noise_per_group and weighting == "dynamics":
                 # All images of a group sample with the same weights, by their mean distances.
-                groups = paths.distance.unflatten(0, (-1, settings.images_per_prompt))
+                groups = trajectories.distance.unflatten(0, (-1, settings.images_per_prompt))
                 weighting = "profile"
                 distance = groups.mean(1).repeat_interleave(settings.images_per_prompt, 0)
             chosen = sample_chunks(
-                paths,
+                trajectories,
                 chunks,
                 fraction=settings.chunk_fraction,
                 weighting=weighting,
@@ -232,7 +234,7 @@ class Decoupled(Method):
                 uniform=self.uniform_share(iteration),
                 temperature=settings.weighting_temperature,
                 profile=distance,
-                trainable_steps=self.trainable_steps(paths.sampler),
+                trainable_steps=self.trainable_steps(trajectories.sampler),
             )
         if returns_levels:
             return levels_of_chunks(chunks, chosen)
@@ -358,7 +360,7 @@ class VGrpo(Elbo):
 
     def select_chunks(
         self,
-        paths: Trajectories,  # trajectories of B images
+        trajectories: Trajectories,  # trajectories of B images
         chunks: Chunks | list[Chunks],  # returned by `partition`: one chunk per level, K in all
         profile: Tensor,  # (T,) mean distance of each transition under the base; not used
         iteration: int,  # 0, 1, ...; not used
@@ -372,7 +374,7 @@ class VGrpo(Elbo):
         edges = torch.arange(count + 1) * len(chunks) // count
         uniforms = [
             torch.rand(count, generator=make_generator(*key.with_generation(-1), stream="chunks"))
-            for key in paths.keys
+            for key in trajectories.keys
         ]
         return torch.stack([edges[:-1] + (u * edges.diff()).long() for u in uniforms])
 

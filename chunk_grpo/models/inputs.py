@@ -9,7 +9,7 @@ __all__ = ['OTHER_FILES', 'MODEL_FOLDERS', 'FAMILIES', 'SCHEDULER', 'locate_mode
            'build_meta_network', 'check_network_weights', 'find_unknown_words', 'check_components',
            'split_prompt_column', 'is_prompt_list', 'find_prompt_column', 'read_prompt_records', 'read_prompts',
            'read_prompts_with_records', 'hash_records', 'ImagePrompt', 'open_source_image', 'find_editing_pipeline',
-           'read_model_prompts', 'read_run_prompts', 'may_have_sizes', 'read_prompt_sizes',
+           'read_model_prompts', 'read_run_prompts', 'allows_record_sizes', 'read_prompt_sizes',
            'read_run_prompts_with_records', 'prompt_identity', 'read_negative_prompts', 'read_run_negative_prompts',
            'describe_prompts', 'write_prompts', 'sample_prompt_indices', 'space_positions_evenly',
            'check_one_size_for_editing', 'check_embedded_guidance', 'check_and_hash_inputs', 'make_inputs_absolute',
@@ -38,8 +38,8 @@ from PIL import Image, ImageOps
 
 import chunk_grpo
 from .. import InputError
-from ..arguments import checked, some
-from ..arguments import path as path_type
+from ..arguments import checked, values_where
+from ..arguments import path_argument
 from ..core.files import atomic_write, check_regular_file, sha256_of
 from chunk_grpo.core.settings import (
     Settings,
@@ -1477,11 +1477,11 @@ def read_run_prompts(
         field,
         settings.model,
         getattr(settings, "family", ""),
-        sizes=may_have_sizes(settings, field),
+        sizes=allows_record_sizes(settings, field),
     )
 
 
-def may_have_sizes(
+def allows_record_sizes(
     settings: Any,  # of a run; settings without `resolution` allow no sizes
     field: str,  # prompts or eval_prompts
 ) -> bool:
@@ -1502,7 +1502,7 @@ def read_prompt_sizes(
     """
     source = settings.prompts
     is_column = bool(split_prompt_column(source)[1])  # only that column is read
-    if is_column or not may_have_sizes(settings, "prompts"):
+    if is_column or not allows_record_sizes(settings, "prompts"):
         return [None] * len(read_run_prompts(settings))
     allowed = {image_size(size): size for size in training_sizes(settings)}
     sizes: list[int | tuple[int, int] | None] = []
@@ -1524,7 +1524,7 @@ def read_run_prompts_with_records(
 ) -> tuple[list[str], list[dict]]:  # prompts, as from `read_run_prompts`, and the record of each
     """Read the training or evaluation prompts of a run together with their records, which a reward may use."""
     _, records = read_prompts_with_records(
-        getattr(settings, field), field, sizes=may_have_sizes(settings, field)
+        getattr(settings, field), field, sizes=allows_record_sizes(settings, field)
     )
     return read_run_prompts(settings, field), records
 
@@ -1662,8 +1662,10 @@ def _is_prompt_collection(prompts: Any) -> bool:
 
 
 @checked(
-    prompts=some(Any, "a list of texts, a list of mappings, or a dataset", _is_prompt_collection),
-    path=path_type(),
+    prompts=values_where(
+        Any, "a list of texts, a list of mappings, or a dataset", _is_prompt_collection
+    ),
+    path=path_argument(),
 )
 def write_prompts(
     prompts: Iterable,  # texts, mappings with a field prompt, or a dataset with a column prompt

@@ -28,8 +28,8 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from .. import InputError
-from ..arguments import checked, number, some, int_at_least
-from ..core.machine import check_environment, use_full_float32
+from ..arguments import checked, float_between, int_at_least, values_where
+from ..core.machine import check_environment_variables, use_full_float32
 from ..core.settings import image_size
 from ..theory.schedule import dynamic_shift, sigmas
 from chunk_grpo.models.inputs import (
@@ -482,7 +482,7 @@ class Policy(Family):
         self.true_cfg_scale = true_cfg_scale
         return self
 
-    def negatives(self, prompts: Sequence[str]) -> list[str]:
+    def get_negative_prompts(self, prompts: Sequence[str]) -> list[str]:
         """Return one negative prompt per prompt: its own, or else that of the run.
 
         Without classifier-free guidance the list is empty. The negative prompt of an `ImagePrompt` has the same image.
@@ -618,16 +618,18 @@ def _load_policy_of_pipeline(
 
 
 @checked(
-    model=some(Any, "pocket, a folder, a hub id, or a pipeline of diffusers", _is_model),
-    resolution=some(
+    model=values_where(Any, "pocket, a folder, a hub id, or a pipeline of diffusers", _is_model),
+    resolution=values_where(
         int | Sequence[int], "a side length or (height, width) in pixels", _is_resolution
     ),
     dtype=Literal["float32", "bfloat16", "float16"],
     weights=Literal["float32", "bfloat16", "float16"] | None,
     max_tokens=int_at_least(1),
-    guidance=number(low=0),
-    true_cfg_scale=number(low=1),
-    device=some(str | torch.device, "a device that torch has here, such as cpu", _is_device),
+    guidance=float_between(low=0),
+    true_cfg_scale=float_between(low=1),
+    device=values_where(
+        str | torch.device, "a device that torch has here, such as cpu", _is_device
+    ),
     keep_on_cpu=bool,
     vae_tiling=bool,
 )
@@ -654,7 +656,7 @@ def load_policy(
             raise InputError(
                 f"`{name}` must be one of {', '.join(TORCH_DTYPES)}; got {value!r:.80}"
             )
-    check_environment()
+    check_environment_variables()
     if not isinstance(model, str):
         return _load_policy_of_pipeline(
             model, resolution=resolution, dtype=dtype, weights=weights, family=family, **options

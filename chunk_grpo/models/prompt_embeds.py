@@ -335,7 +335,7 @@ def encode_prompts(
     With classifier-free guidance it also contains the rows of each prompt's negative prompt, keyed by names that begin
     with `negative_`.
     """
-    negatives = policy.negatives(prompts)
+    negatives = policy.get_negative_prompts(prompts)
     distinct_negatives = list(dict.fromkeys(negatives))
     if policy.pipe is not None:  # its encoders are in memory, and they may not be those of a folder
         rows = _encode_in_memory(policy, [*prompts, *distinct_negatives])

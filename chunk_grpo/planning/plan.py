@@ -35,7 +35,7 @@ from chunk_grpo.models.inputs import (
     check_one_size_for_editing,
     describe_prompts,
     find_family,
-    may_have_sizes,
+    allows_record_sizes,
 )
 from ..models.policy import ModelConfig
 from chunk_grpo.planning.counts import (
@@ -100,7 +100,7 @@ def _describe_prompt_list(
         field,
         settings.model,
         settings.family,
-        sizes=may_have_sizes(settings, field),
+        sizes=allows_record_sizes(settings, field),
     )
 
 

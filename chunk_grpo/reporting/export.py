@@ -15,7 +15,7 @@ import httpx
 
 import chunk_grpo
 from .. import InputError
-from ..arguments import checked, path
+from ..arguments import checked, path_argument
 from ..core import settings as setting
 from ..core.files import atomic_write
 from ..models import adapters, inputs
@@ -93,7 +93,7 @@ def export_run(
             f"the run {run} was not made on this machine, and exporting it would copy the model "
             f"{settings.model!r}; inspect that model, then add --trust"
         )
-    run_folder.check_trust(run, trust, doing="exporting", rewards_too=False)
+    run_folder.check_trust(run, trust, action="exporting", loads_rewards=False)
     weights = run_images.find_newest_weights(run)
     inputs_used = ["model"]
     prompts = read_held_out_prompts(settings) if trust or run_folder.is_own_run(run) else []

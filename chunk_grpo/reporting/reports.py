@@ -23,7 +23,7 @@ import pandas as pd
 
 import chunk_grpo
 from .. import InputError
-from ..arguments import checked, path, paths
+from ..arguments import checked, path_argument, path_list
 from ..core import settings as setting
 from ..core.files import atomic_write, check_writable, remove_abandoned, temporary_folder
 from ..core.settings import Settings, method_label

@@ -17,7 +17,7 @@ import numpy as np
 from diffusers.image_processor import VaeImageProcessor
 
 from .. import InputError
-from ..arguments import checked, path, texts, int_at_least
+from ..arguments import checked, int_at_least, path_argument, text_list
 from ..core import settings as setting
 from ..core.files import atomic_write, write_json
 from ..evaluation import evaluate as evaluating
@@ -71,7 +71,7 @@ def sample_run_images(
                     model=model,
                     settings=settings.model_copy(update={"eval_seed": seed}),
                     prompts={index: prompt},
-                    places=[(index, 0)],
+                    image_indices=[(index, 0)],
                     arm=arm,
                     split=split,
                 )
@@ -179,7 +179,7 @@ def _write_samples(
 
 @checked(
     run=path(),
-    prompts=texts(1),
+    prompts=text_list(1),
     seeds=Sequence[int_at_least(0)],
     out=path() | None,
     changes=Mapping[str, Any] | Sequence[str],
@@ -191,7 +191,7 @@ def sample_run(
     seeds: Sequence[int] = (),  # empty: the seed of the run's evaluation
     out: Path | str | None = None,  # a new folder for images and a contact sheet; None: no files
     changes: Mapping | Sequence[str] = (),  # evaluation settings to change, like {"eval_steps": 20}
-    say: Callable[[str], None] = lambda text: None,  # called with each line of progress
+    log: Callable[[str], None] = lambda text: None,  # called with each line of progress
     trust: bool = False,  # load the models and run the code that a run from another machine names
 ) -> list[dict]:  # one per image
     """Sample images of your prompts with a run's newest weights.
@@ -202,7 +202,7 @@ def sample_run(
     run = Path(run)
     settings = evaluating.evaluation_settings(run, changes)
     out = None if out is None else Path(out)
-    run_folder.check_trust(run, trust, doing="sampling from", rewards_too=False)
+    run_folder.check_trust(run, trust, action="sampling from", loads_rewards=False)
     chosen = choose_arms(settings, arms)
     seeds = list(seeds) or [settings.eval_seed]
     _check_sample_arguments(prompts, seeds, out)
@@ -235,14 +235,14 @@ def sample_run(
             cost += run_images.image_cost(settings, sample["arm"])
             now = time.monotonic()
             if now - last_report >= 10 or len(images) == total:
-                progress = processes.progress_text(
-                    done=len(images),
-                    images=total,
+                progress = processes.format_sampling_progress(
+                    finished_images=len(images),
+                    total_images=total,
                     seconds=now - start,
-                    spent=cost,
-                    left=total_cost - cost,
+                    finished_cost=cost,
+                    remaining_cost=total_cost - cost,
                 )
-                say(f"samples: {progress}")
+                log(f"samples: {progress}")
                 last_report = now
         if folder:
             _write_samples(folder, images, run=run, weights=weights, settings=settings)
@@ -262,7 +262,7 @@ def sample_widget(
     Raises InputError for bad arguments.
     """
     settings = evaluating.evaluation_settings(run, changes)
-    run_folder.check_trust(run, trust, doing="sampling from", rewards_too=False)
+    run_folder.check_trust(run, trust, action="sampling from", loads_rewards=False)
     chosen = choose_arms(settings, arms)
     weights = run_images.find_newest_weights(run)
     run_folder.check_run_inputs(run, settings)

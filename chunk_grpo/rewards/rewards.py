@@ -125,7 +125,7 @@ def load_reward_with_options(
             f"got {name!r}"
         )
     target: Any = import_callable(
-        REWARD_LOADERS.get(name, name), here=allow_working_folder or is_shipped
+        REWARD_LOADERS.get(name, name), allow_working_folder=allow_working_folder or is_shipped
     )
 
     # A loader or a class returns the reward when called; a function is the reward itself.

@@ -35,7 +35,7 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from .. import InputError
-from ..arguments import checked, path, int_at_least
+from ..arguments import checked, int_at_least, path_argument
 from chunk_grpo.core.files import (
     hash_files,
     lock_log,
@@ -48,7 +48,7 @@ from ..core.settings import Settings, check_processes, load_settings
 from chunk_grpo.core.machine import (
     Terminated,
     TrainingFailed,
-    check_environment,
+    check_environment_variables,
     die_with_parent,
     raise_on_sigterm,
 )
@@ -307,7 +307,7 @@ def _launch_workers(
 def train_folder(
     run: Path,  # the run folder
     callbacks: Sequence[Callback | Callable | str] = (),  # as in `train`
-    fresh: bool = False,  # roll the run back if it rejects its input before it writes metrics
+    roll_back_if_rejected: bool = False,  # roll the run back if it rejects its input before it writes metrics
     processes: int = 1,  # number of processes on each machine
     nodes: int = 1,  # number of machines
     node_rank: int = 0,  # index of this machine, from 0
@@ -341,7 +341,7 @@ def train_folder(
             with open(file_of_run(run, log), "a", encoding="utf-8") as file:
                 file.write(text)
         # Only the first machine changes more than its log.
-        if not node_rank and code == 2 and fresh and not read_metrics_lines(run):
+        if not node_rank and code == 2 and roll_back_if_rejected and not read_metrics_lines(run):
             _roll_back(run)
         elif not node_rank and not _is_finished(run):
             status = "interrupted" if is_interrupt else "failed"
@@ -390,7 +390,7 @@ def check_launcher() -> None:
 
     It is called before a run is trained in a single process.
     """
-    check_environment()
+    check_environment_variables()
     sizes = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
     ranks = ("RANK", "LOCAL_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "MV2_COMM_WORLD_RANK")
     expected = dict.fromkeys(sizes, "1") | dict.fromkeys(ranks, "0")
@@ -474,12 +474,12 @@ def train(
             return run
     else:
         check_processes(settings, total)
-        check_environment(settings.compile)
+        check_environment_variables(settings.compile)
         run = Path(os.path.realpath(str(out)))
     train_folder(
         run=run,
         callbacks=callbacks,
-        fresh=not resume,
+        roll_back_if_rejected=not resume,
         processes=processes,
         nodes=nodes,
         node_rank=node_rank,

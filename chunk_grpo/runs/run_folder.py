@@ -23,7 +23,7 @@ from typing import Any
 import pandas as pd
 
 from .. import InputError, __version__
-from ..arguments import checked, path
+from ..arguments import checked, path_argument
 from chunk_grpo.core.files import (
     EvaluationSummary,
     ImageScores,
@@ -42,7 +42,7 @@ from chunk_grpo.core.files import (
     write_json,
 )
 from chunk_grpo.core.machine import (
-    check_environment,
+    check_environment_variables,
     current_git_commit,
     library_versions,
     machine_info,
@@ -338,8 +338,8 @@ def check_trust(
     run: str | Path,  # the run folder
     trust: bool = False,  # whether the user trusts what the run names
     changed: Collection[str] = (),  # names of settings that the user replaces
-    doing: str = "evaluating",  # the caller's action, such as "sampling from", for the error message
-    rewards_too: bool = True,  # whether the rewards of the run are loaded
+    action: str = "evaluating",  # the caller's action, such as "sampling from", for the error message
+    loads_rewards: bool = True,  # whether the rewards of the run are loaded
 ) -> None:
     """Raise InputError if the caller's action would load or execute anything that the user does not trust.
 
@@ -358,16 +358,16 @@ def check_trust(
         return
     if origin == "edited":
         if not trust:
-            _check_edited_code(run, settings, rewards_too)
+            _check_edited_code(run, settings, loads_rewards)
         return
     if trust:
         _check_modules_outside_working_folder(settings)
         return
-    untrusted = _describe_untrusted(settings, changed, rewards_too)
+    untrusted = _describe_untrusted(settings, changed, loads_rewards)
     if untrusted:
-        advice = ", or give other rewards" if rewards_too else ""
+        advice = ", or give other rewards" if loads_rewards else ""
         raise InputError(
-            f"RUN: {run} was not made on this machine, and {doing} it would run "
+            f"RUN: {run} was not made on this machine, and {action} it would run "
             f"{', and '.join(untrusted)}; inspect its run.json, then add --trust"
             f"{advice} (in Python trust=True)."
         )
@@ -376,12 +376,12 @@ def check_trust(
 def _check_edited_code(
     run: str | Path,  # the run folder
     settings: Settings,  # settings of the run
-    rewards_too: bool,  # whether the rewards of the run are loaded
+    loads_rewards: bool,  # whether the rewards of the run are loaded
 ) -> None:
     """Raise InputError if the code that would be loaded differs from the code that the run was trained with."""
     recorded_code = read_run_info(run).get("code", {})
     current_code = find_code(settings)
-    if not rewards_too:  # rewards are not loaded, so their code does not matter
+    if not loads_rewards:  # rewards are not loaded, so their code does not matter
 
         def select_loaded(code: dict) -> dict:
             """Select the entries of settings whose code is loaded without the rewards."""
@@ -391,7 +391,7 @@ def _check_edited_code(
         recorded_code = select_loaded(recorded_code)
         current_code = select_loaded(current_code)
     change = changed_code(recorded_code, current_code)
-    if change is None and not rewards_too:
+    if change is None and not loads_rewards:
         return
     # If the code is the same, an environment or another file has changed.
     setting, reason = change or (
@@ -412,7 +412,7 @@ def _check_modules_outside_working_folder(
         module = name.rpartition(":")[0]
         if module.endswith(".py"):
             continue
-        if code_files(name) and not code_files(name, here=False):
+        if code_files(name) and not code_files(name, allow_working_folder=False):
             raise InputError(
                 f"a run from another machine must not load code from the working folder; the module {module} of "
                 f"{name[:80]!r} exists only there"
@@ -422,7 +422,7 @@ def _check_modules_outside_working_folder(
 def _describe_untrusted(
     settings: Settings,  # settings of a run from elsewhere
     changed: Collection[str],  # names of settings that the user replaces
-    rewards_too: bool,  # whether the rewards of the run are loaded
+    loads_rewards: bool,  # whether the rewards of the run are loaded
 ) -> list[str]:
     """Describe the code, the model and the rewards with options that a run would load or execute."""
     # imported here, since diffusers takes seconds to import
@@ -430,7 +430,7 @@ def _describe_untrusted(
     from chunk_grpo.pocket import POCKET_MODELS
 
     reward_names = []
-    if rewards_too:
+    if loads_rewards:
         eval_rewards = () if "eval_rewards" in changed else settings.eval_rewards
         reward_names = list(dict.fromkeys([*reward_weights(settings), *eval_rewards]))
     options = {} if "reward_options" in changed else settings.reward_options
@@ -529,7 +529,7 @@ def create_run(
         previous_info, _ = read_previous()
         check_same_code(previous_info, code, out)  # before any of the code is imported
     if not done:
-        check_environment(settings.compile)
+        check_environment_variables(settings.compile)
         # imported here, since diffusers takes seconds to import
         from chunk_grpo.models.cost import check_forward
         from chunk_grpo.planning.disk import check_disk_space

@@ -316,7 +316,7 @@ def verify_run(
 
     The answer is "identical", "within tolerance" or "differs". Raises InputError if the run cannot be repeated.
     """
-    run_folder.check_trust(run, trust, doing="verifying")
+    run_folder.check_trust(run, trust, action="verifying")
     run_info = run_folder.read_run_info(run)
     run_lines = run_folder.read_metrics_lines(run)
     settings = run_folder.read_run_settings(run, exact=True)

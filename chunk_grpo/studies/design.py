@@ -582,11 +582,11 @@ def plan_record(
 def find_finished_row(
     trial: Trial,  # the trial whose row is wanted
     out: Path,  # the study's folder of runs
-    known: Iterable[dict] = (),  # rows of trials that were finished elsewhere
+    finished_rows: Iterable[dict] = (),  # rows of trials that were finished elsewhere
 ) -> dict | None:
     """Find the row of a trial if it is finished, and return it with the trial's study, arm and seed, else None.
 
-    The row comes from the trial's folder or from `known`; its settings, evaluation, model, prompts and code must be
+    The row comes from the trial's folder or from `finished_rows`; its settings, evaluation, model, prompts and code must be
     those of the trial. Raises InputError if a row lacks a field.
     """
     irrelevant = {*setting.RESUME_CHANGEABLE_FIELDS, "threads"}
@@ -610,7 +610,7 @@ def find_finished_row(
         "splits": trial.splits,
     }
     file = out / trial.name / "row.json"
-    rows = [*known]
+    rows = [*finished_rows]
     if file.is_file():
         rows = [read_json(file), *rows]
     for row, (name, value) in itertools.product(rows, wanted.items()):

@@ -215,8 +215,8 @@ def tune_study(
     source: str | Path,  # name of a study, or its folder; tuned.yaml is written to this folder
     out: str | Path | None = None,  # folder of the runs; None: runs/studies/NAME-tuning
     processes: int | None = None,  # number of trials at once; None: as many as there is room for
-    known: Sequence[Mapping] = (),  # rows of trials that were finished elsewhere
-    say: Callable[[str], None] = print,  # receives status lines
+    finished_rows: Sequence[Mapping] = (),  # rows of trials that were finished elsewhere
+    log: Callable[[str], None] = print,  # receives status lines
 ) -> dict[str, dict]:  # keyed by arm, then by settings, gain, edge and points
     """Tune the arms of a study on validation prompts, and write each arm's best settings to tuned.yaml."""
     home = find_study_folder(source)
@@ -227,7 +227,12 @@ def tune_study(
         tuning_folder = write_tuning_study(source, out / "study", added_points)
         # A tuning study compares no arms, so it needs no committed plan.
         rows = run_study(
-            tuning_folder, out / "trials", processes, known=known, say=say, unplanned=True
+            tuning_folder,
+            out / "trials",
+            processes,
+            finished_rows=finished_rows,
+            log=log,
+            unplanned=True,
         )
         best_points = choose_settings(study, rows, added_points)
         further = next_points(study, best_points) if i < study.tune_growth else {}
@@ -240,7 +245,7 @@ def tune_study(
         temporary.write_text(dump_yaml(best_points, width=120), encoding="utf-8")
     for arm, best in best_points.items():
         edge = f", at the edge of the grid in {' and '.join(best['edge'])}" if best["edge"] else ""
-        say(
+        log(
             f"{arm}: {best['settings']}, gain {best['gain']:+.4f}, the best of {len(best['points'])} points{edge}"
         )
     return best_points

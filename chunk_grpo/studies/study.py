@@ -191,7 +191,7 @@ def main(
     run = Path((sys.argv[1:] if arguments is None else arguments)[0])
     try:
         if run_folder.read_run_info(run)["status"] != "finished":
-            launch.train_folder(run, fresh=not (run / "train.log").stat().st_size)
+            launch.train_folder(run, roll_back_if_rejected=not (run / "train.log").stat().st_size)
         trial = read_json(run / "trial.json")
         settings = setting.load_settings(run_folder.read_run_settings(run), trial["evaluation"])
         code = code_hashes(settings)
@@ -395,16 +395,16 @@ class _Progress:
         out: Path,  # the study's folder of runs
         plan: Sequence[Trial],  # all trials of the study
         requested: Sequence[Trial],  # trials that this call shall complete
-        known: Sequence[dict],  # rows of trials that were finished elsewhere
-        say: Callable[[str], None],  # receives status lines
+        finished_rows: Sequence[dict],  # rows of trials that were finished elsewhere
+        log: Callable[[str], None],  # receives status lines
     ):
         """Find the rows of finished trials, and count the iterations that are left."""
         self.out = out
         self.plan = plan
         self.requested = requested
-        self.say = say
+        self.log = log
         self.peeks = read_looks(out, requested[0].plan if requested else None)
-        self.rows = {t.name: row for t in plan if (row := find_finished_row(t, out, known))}
+        self.rows = {t.name: row for t in plan if (row := find_finished_row(t, out, finished_rows))}
         self.running: dict[Future, tuple[int, Trial]] = {}  # slot and trial
         self.failed: dict[str, str] = {}  # name of a trial -> reason
         self.began = time.time()
@@ -489,13 +489,13 @@ class _Progress:
                     self.rows[trial.name], seconds = future.result()
                 except (InputError, launch.TrainingFailed) as error:
                     self.failed[trial.name] = str(error)
-                    self.say(f"{trial.name} failed: {error}")
+                    self.log(f"{trial.name} failed: {error}")
                 else:
                     self.write()
-                    self.say(f"{self.finished_text()}  {trial.name}  {seconds:.0f} s")
+                    self.log(f"{self.finished_text()}  {trial.name}  {seconds:.0f} s")
             if time.time() - last_status > status_interval:
                 last_status = time.time()
-                self.say(self.status())
+                self.log(self.status())
 
 # %% ../../nbs/13_studies/01_study.ipynb #4f06a21c
 def study_lock(
@@ -544,9 +544,9 @@ def _print_gains(
         if complete
         else "; an interim look at gains, which the rows record:"
     )
-    study.say(f"{len(study.rows)} of {len(study.plan)} trials of the plan are finished{title}")
+    study.log(f"{len(study.rows)} of {len(study.plan)} trials of the plan are finished{title}")
     for name, row in study.rows.items():
-        study.say(f"  {name}  {gain_line(row)}")
+        study.log(f"  {name}  {gain_line(row)}")
 
 
 def run_study(
@@ -555,8 +555,8 @@ def run_study(
     processes: int | None = None,  # trials at once; None: as many as the pool has room for
     arms: Sequence[str] | None = None,  # only these arms; None: all
     seeds: Sequence[int] | None = None,  # only these seeds; None: all
-    known: Sequence[dict] = (),  # rows of trials that were finished elsewhere
-    say: Callable[[str], None] = print,  # receives status lines
+    finished_rows: Sequence[dict] = (),  # rows of trials that were finished elsewhere
+    log: Callable[[str], None] = print,  # receives status lines
     status_interval: float = 30.0,  # time between two status lines, s
     pool: LocalPool | None = None,  # runs the trials; None: this host
     unplanned: bool = False,  # begin without a committed plan; the rows record it
@@ -577,24 +577,31 @@ def run_study(
     other_results = [
         file for file in sorted(out.parent.glob("*/results.jsonl")) if file.parent != out
     ]
-    known = [*known, *(row for file in other_results for row in read_json_lines(file))]
-    if not all(find_finished_row(trial, out, known) for trial in requested):
+    finished_rows = [
+        *finished_rows,
+        *(row for file in other_results for row in read_json_lines(file)),
+    ]
+    if not all(find_finished_row(trial, out, finished_rows) for trial in requested):
         plan = plan_record(find_study_folder(source), unplanned)
         _check_plan_unchanged(out, plan)
         check_trials(
-            [trial for trial in requested if not find_finished_row(trial, out, known)], out
+            [trial for trial in requested if not find_finished_row(trial, out, finished_rows)], out
         )
         plan |= {"peeks": read_looks(out, plan)}
         requested = [dataclasses.replace(trial, plan=plan) for trial in requested]
 
     with study_lock(out), raise_on_sigterm(), contextlib.closing(pool or LocalPool()) as pool:
         study = _Progress(
-            out, plan=expand_trials(source), requested=requested, known=known, say=say
+            out,
+            plan=expand_trials(source),
+            requested=requested,
+            finished_rows=finished_rows,
+            log=log,
         )
         study.write()
         unfinished = study.unfinished()
         room = pool.room(out, unfinished)
-        say(
+        log(
             f"{study.finished_text()} trials are finished, {len(unfinished)} are left, "
             f"{processes or room} {pool.concurrency_text}; folder: {out}"
         )

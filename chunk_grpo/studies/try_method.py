@@ -780,13 +780,13 @@ def build_page(
 
 # %% ../../nbs/13_studies/07_try_method.ipynb #b77955d2
 def _hide_gains(
-    say: Callable[[str], None],  # receives status lines
+    log: Callable[[str], None],  # receives status lines
 ) -> Callable[[str], None]:
-    """Wrap `say` so that it gets all status lines but not the gains of single trials, which begin with spaces."""
+    """Wrap `log` so that it gets all status lines but not the gains of single trials, which begin with spaces."""
 
     def say_without_gains(line: str) -> None:
         if not line.startswith("  "):
-            say(line)
+            log(line)
 
     return say_without_gains
 
@@ -878,13 +878,13 @@ def _write_plans(
 def _tune_arms(
     out: Path,  # folder of the try
     processes: int | None,  # number of trials at once; None: as many as there is room for
-    known: Sequence[Mapping],  # rows of trials that were finished elsewhere
-    say: Callable[[str], None],  # receives status lines
+    finished_rows: Sequence[Mapping],  # rows of trials that were finished elsewhere
+    log: Callable[[str], None],  # receives status lines
 ) -> None:
     """Tune the arms that the protocol has not tuned, and write the plan's tuned.yaml."""
     tuned = read_json(out / "others.json")["tuned"]
     home = out / "tuning" / "plan"
-    tuned |= tune_study(home, out / "tuning", processes, known=known, say=say)
+    tuned |= tune_study(home, out / "tuning", processes, finished_rows=finished_rows, log=log)
     arms = load_study(out / "plan").arms
     ordered = {arm: tuned[arm] for arm in arms if arm in tuned}
     with atomic_write(out / "plan" / TUNED_FILE) as temporary:
@@ -907,7 +907,7 @@ def try_method(
     quick: bool = False,  # run fewer trials, which decide nothing
     processes: int | None = None,  # number of trials at once; None: one per GPU, or one per core
     protocol: str | Path = "referee",  # name of a study, or its folder
-    say: Callable[[str], None] = print,  # receives status lines
+    log: Callable[[str], None] = print,  # receives status lines
 ) -> Path:  # the page
     """Check, tune and test a user's method, and write a page with its rank and its differences.
 
@@ -924,7 +924,7 @@ def try_method(
         "protocol": str(protocol),
     }
     if _is_new_try(out, options):
-        say("checking the method in a run of one iteration")
+        log("checking the method in a run of one iteration")
         checked = check_method(source, overrides, protocol)
         with atomic_write(out) as temporary:
             temporary.mkdir()
@@ -932,16 +932,16 @@ def try_method(
             write_json(temporary / "try.json", options)
     plan = out / "plan"
     study = load_study(plan)
-    known = _rows_of_other_tries(out)
+    finished_rows = _rows_of_other_tries(out)
     if not (plan / TUNED_FILE).is_file():
         tuning = load_study(out / "tuning" / "plan")
         trials = len(tuning_arms(tuning)) * tuning.tune_seeds
         more = ", and more if a best value is at the end of its grid" if tuning.tune_growth else ""
-        say(
+        log(
             f"step 1 of 2, tuning: {', '.join(tuning.arms)}, {trials} trials on {tuning.tune_prompts}{more}"
         )
-        _tune_arms(out, processes, known, _hide_gains(say))
-    say(
+        _tune_arms(out, processes, finished_rows, _hide_gains(log))
+    log(
         f"step 2 of 2, testing: {', '.join(study.arms)} with {study.seeds} seeds each; rows that exist are not "
         "computed again"
     )
@@ -949,8 +949,8 @@ def try_method(
         plan,
         out / "trials",
         processes,
-        known=[*known, *complete_rows(protocol)],
-        say=_hide_gains(say),
+        finished_rows=[*finished_rows, *complete_rows(protocol)],
+        log=_hide_gains(log),
         unplanned=True,
     )
     name = find_study_folder(protocol).name

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import InputError
-from ..arguments import checked, number
+from ..arguments import checked, float_between
 from .chunks import Chunks
 
 # %% ../../nbs/00_theory/03_objective.ipynb #c1733e01
@@ -25,7 +25,7 @@ def _check_rewards(rewards: Tensor) -> None:
         raise InputError(f"`rewards` must be finite; got {count} values that are infinite or NaN")
 
 
-@checked(clamp=number(above=0))
+@checked(clamp=float_between(above=0))
 def group_advantages(
     rewards: Tensor,  # rewards of P prompts with G images each, (P, G)
     clamp: float = 5.0,  # largest advantage in absolute value, in standard deviations
@@ -80,7 +80,7 @@ def _check_ratio(ratio: Tensor, advantage: Tensor) -> None:
         )
 
 
-@checked(clip_range=number(above=0))
+@checked(clip_range=float_between(above=0))
 def clipped_objective(
     ratio: Tensor,  # ratio of each image and chunk, (B, K); for (5), ratio of each step
     advantage: Tensor,  # advantage of each image, (B,)

@@ -46,7 +46,7 @@ def mean_shift_divergence(
 def transition_statistic(
     kind: str,  # one of STATISTICS
     log_ratio: Tensor,  # log-ratio of each transition, (m,)
-    shift: Tensor,  # KL divergence from `mean_shift_divergence`, (m,), with its gradient
+    divergence: Tensor,  # KL divergence from `mean_shift_divergence`, (m,), with its gradient
     std: Tensor,  # standard deviation of each transition, (m,)
 ) -> Tensor:  # (m,), 0 if the policy has not changed
     """Compute the statistic of each transition that replaces the log-ratio in the mean over a chunk.
@@ -57,7 +57,7 @@ def transition_statistic(
         raise InputError(f"`statistic` must be one of {', '.join(STATISTICS)}; got {kind!r}")
     statistic = log_ratio
     if kind in ("centred", "guard"):
-        statistic = statistic + shift
+        statistic = statistic + divergence
     if kind in ("scaled", "guard"):
         statistic = std * statistic
     return statistic
@@ -92,11 +92,11 @@ def step_weights_by_name(
     sampler: Sampler,  # sampler of the rollout
     steps: Tensor,  # indices of the trained transitions, (n,) long
     # sampler without a window, over whose stochastic transitions the weights have mean 1; None: over `steps`
-    whole: Sampler | None = None,
+    full_sampler: Sampler | None = None,
 ) -> Tensor:  # (T,) float32, 0 at transitions that are not trained
     """Compute the weight of every transition in the objective.
 
-    A method that trains a window passes `whole`, so that a weight does not depend on the window. Otherwise the weights
+    A method that trains a window passes `full_sampler`, so that a weight does not depend on the window. Otherwise the weights
     would have mean 1 in the window, and the only transition of a window of width 1 would always have weight 1. Raises
     InputError if the name is unknown, or if the weight needs noise that a trained transition does not have.
     """
@@ -106,8 +106,8 @@ def step_weights_by_name(
         )
     raw = _raw_step_weights(name, sampler, steps)
     normaliser = raw.mean()
-    if whole is not None:
-        normaliser = _raw_step_weights(name, whole, whole.stochastic).mean()
+    if full_sampler is not None:
+        normaliser = _raw_step_weights(name, full_sampler, full_sampler.stochastic).mean()
     return torch.zeros(len(sampler)).index_put((steps,), (raw / normaliser).float())
 
 # %% ../../nbs/00_theory/09_surrogates.ipynb #f28fb9bc

@@ -98,7 +98,7 @@ class Window:
             return min(last, max((transitions + 1) // 2 - self.width, 0))
         return 0 if self.kind in ("all", "frozen") else last
 
-    def common_places(
+    def common_transitions(
         self,
         transitions: int,  # number n of transitions that may have noise
     ) -> range:

@@ -142,9 +142,9 @@ class Logger(Callback):
 
     def __init__(
         self,
-        say: Callable[[str], None],  # prints a line in the first process
+        log: Callable[[str], None],  # prints a line in the first process
     ):
-        self.say = say
+        self.log = log
 
     def on_train_begin(self, state) -> None:
         """Log what share of the model is trained, record it in run.json, and start the tracker."""
@@ -163,14 +163,14 @@ class Logger(Callback):
         trained = (
             f"an adapter of {count:,} weights on" if state.policy.lora else f"{count:,} weights,"
         )
-        self.say(f"training {trained} {share:.1%} of the model")
+        self.log(f"training {trained} {share:.1%} of the model")
         if state.policy.lora:
-            self.say(
+            self.log(
                 f"adapted layers: {describe_layers(list_adapted_layers(state.policy.transformer))}"
             )
         if state.settings.tracker != "none":
             if state.settings.tracker not in IMAGE_TRACKERS:
-                self.say(
+                self.log(
                     f"{state.settings.tracker} receives numbers only; images are in {state.run / 'samples'}"
                 )
             flat = {
@@ -187,7 +187,7 @@ class Logger(Callback):
             append_json_line(state.run / "metrics.jsonl", line)
         state.accelerator.log(tracker_values(line), step=line["iteration"])
         log_eval_samples(state, line["iteration"])
-        self.say(format_progress(line, state.settings.iterations, log=True))
+        self.log(format_progress(line, state.settings.iterations, log=True))
 
     def on_train_end(self, state) -> None:
         """Let the trackers finish writing."""
@@ -412,9 +412,9 @@ class Alarms(Callback):
 
     def __init__(
         self,
-        say: Callable[[str], None],  # prints a line in the first process
+        log: Callable[[str], None],  # prints a line in the first process
     ):
-        self.say = say
+        self.log = log
         self.lines = []
 
     def on_train_begin(self, state) -> None:
@@ -429,7 +429,7 @@ class Alarms(Callback):
         self.lines.append(line)
         raised = raised_alarms(self.lines, state.settings)
         for name, warning in raised.items():
-            self.say(f"warning: iteration {line['iteration']}, alarm {name}: {warning}")
+            self.log(f"warning: iteration {line['iteration']}, alarm {name}: {warning}")
         # Count the last iterations in a row without an update.
         is_idle = [
             earlier["skipped_updates"] >= state.settings.updates_per_iteration

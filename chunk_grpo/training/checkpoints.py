@@ -158,7 +158,7 @@ def write_checkpoint(
     state: Mapping,  # further values for state.json
     keep: int = 2,  # number of newest checkpoints to keep
     keep_every: int = 0,  # also keep those whose iteration is a multiple of this number; 0: no others
-    about: Mapping = MappingProxyType({}),  # run_id and settings of the run
+    identity: Mapping = MappingProxyType({}),  # run_id and settings of the run
     sharded: bool = False,  # True: the tensors are shards, and every process must call this function
 ) -> None:
     """Write a checkpoint atomically to `checkpoints/` in the run folder, and remove older ones."""
@@ -180,7 +180,7 @@ def write_checkpoint(
         (folder / "state.json").write_text(
             json.dumps({"iteration": iteration, **state}, indent=1) + "\n"
         )
-        write_manifest(folder, {"iteration": iteration, **about}, digests)
+        write_manifest(folder, {"iteration": iteration, **identity}, digests)
     remove_old_checkpoints(run, keep, keep_every)
     if sharded:
         dist.barrier()  # no process goes on before the folder has its final name
@@ -225,7 +225,7 @@ def read_manifest(
 
 def verify_checkpoint(
     folder: Path,  # of the checkpoint
-    about: Mapping,  # run_id and settings of the run
+    identity: Mapping,  # run_id and settings of the run
 ) -> None:
     """Raise InputError unless every file is as it was written and the checkpoint belongs to the run.
 
@@ -247,12 +247,12 @@ def verify_checkpoint(
         raise damaged(folder, f"it is of iteration {manifest.get('iteration')}")
     if lines and [line["iteration"] for line in lines] != list(range(state["iteration"] + 1)):
         raise damaged(folder, f"its metrics are not those of iterations 0 to {state['iteration']}")
-    if manifest.get("run_id") != about.get("run_id"):
+    if manifest.get("run_id") != identity.get("run_id"):
         raise InputError(f"resume: the checkpoint {folder} was written by another run.")
     try:
         check_resume(
             load_settings(manifest.get("settings") or {}),
-            load_settings(about.get("settings") or {}),
+            load_settings(identity.get("settings") or {}),
         )
     except InputError as error:
         raise InputError(
@@ -297,7 +297,7 @@ def read_tensors(
     folder: Path,  # of a checkpoint
     # trained weights, keyed by name: a tensor is read with the sharding of its weight if it has the weight's shape
     trained_weights: Mapping[str, Tensor] = MappingProxyType({}),
-    only: Sequence[str] = (),  # names of the groups to read; empty: all groups
+    group_names: Sequence[str] = (),  # names of the groups to read; empty: all groups
 ) -> dict[str, dict[str, Tensor]]:  # tensors keyed by group and name
     """Read the tensors that `write_checkpoint` wrote; every process must call this function.
 
@@ -309,7 +309,7 @@ def read_tensors(
             files = [
                 file
                 for file in sorted(folder.glob("*.safetensors"))
-                if not only or file.stem in only
+                if not group_names or file.stem in group_names
             ]
             return {file.stem: load_file(file) for file in files}
         reader = distributed.HuggingFaceStorageReader(str(folder))
@@ -319,7 +319,7 @@ def read_tensors(
             group, name = full_name.split(".", 1)
             weight = trained_weights.get(name.split(".")[0])
             has_shape_of_weight = weight is not None and weight.shape == metadata.size
-            if not only or group in only:
+            if not group_names or group in group_names:
                 if has_shape_of_weight:
                     tensor = torch.zeros_like(weight)
                 else:

@@ -233,7 +233,7 @@ def max_ratio_error(
     Without rounding errors every ratio would be 1, because the weights are the same. A clip range below this ratio
     error would clip numerical noise.
     """
-    log_ratio = chunk_means(new - old.to(new), update_batch.segment.to(new.device))
+    log_ratio = chunk_means(new - old.to(new), update_batch.chunk_sample_ids.to(new.device))
     return (log_ratio.exp() - 1).abs().max().item()
 
 # %% ../../nbs/07_training/08_gradient.ipynb #993f3da1
@@ -322,7 +322,7 @@ def gradient_coefficients(
     The function gets the positions (m,) of the transitions in the update and their statistics (m, ...). A coefficient
     is the derivative of the mean objective of all N chunk samples with respect to the transition's statistic.
     """
-    chunk_sample_ids = update_batch.segment.to(advantage.device)
+    chunk_sample_ids = update_batch.chunk_sample_ids.to(advantage.device)
     group = chunk_groups(context, update_batch).to(advantage.device)
     member = chunk_positions_in_group(method, update_batch).to(advantage.device)
 
@@ -403,7 +403,9 @@ def _chunk_advantages(
     """Return the advantage of each chunk sample: that of its image, or the mean over the chunk's transitions."""
     if advantage.ndim == 1:
         return advantage[update_batch.chunk_image]
-    return chunk_means(advantage[update_batch.image, update_batch.step], update_batch.segment)
+    return chunk_means(
+        advantage[update_batch.image, update_batch.step], update_batch.chunk_sample_ids
+    )
 
 
 def _kl_weight(
@@ -451,7 +453,7 @@ def _update_stats(
     # Change from the order of the forward passes to that of the update.
     device = advantage.device
     statistic = statistic[torch.cat(update_batch.batches).argsort().to(device)]
-    means = chunk_means(statistic, update_batch.segment.to(device))
+    means = chunk_means(statistic, update_batch.chunk_sample_ids.to(device))
     terms = ChunkTerms(
         statistic=means,
         advantage=advantage,
@@ -508,13 +510,14 @@ def accumulate_gradients(
     )
     # the weight of each transition in a mean over chunk samples
     share = 1 / (
-        update_batch.segment.bincount()[update_batch.segment] * len(update_batch.chunk_image)
+        update_batch.chunk_sample_ids.bincount()[update_batch.chunk_sample_ids]
+        * len(update_batch.chunk_image)
     )
     # the weight of each transition in the KL term, to which a method may add a factor
     kl_share = share
     kl_weight = _kl_weight(method, kl_advantage)
     if kl_weight is not None:
-        kl_share = share * kl_weight.to(share)[update_batch.segment]
+        kl_share = share * kl_weight.to(share)[update_batch.chunk_sample_ids]
     statistics = []
     kl = 0.0
     for n, batch in enumerate(update_batch.batches):

@@ -269,7 +269,9 @@ class Method:
             return surrogates.step_weights_by_name(weighting, sampler, trainable_steps)
 
         whole = Sampler(self.sigmas, self.settings.sampler, self.settings.eta)
-        return surrogates.step_weights_by_name(weighting, sampler, sampler.stochastic, whole=whole)
+        return surrogates.step_weights_by_name(
+            weighting, sampler, sampler.stochastic, full_sampler=whole
+        )
 
     # What stands for the log-probability?
 
@@ -368,7 +370,7 @@ class Method:
             return new[0] - old[0] if self.has_ratio else new[0]
         shift = surrogates.mean_shift_divergence(new[1], old[1], new[2])
         statistic = surrogates.transition_statistic(
-            kind=self.settings.statistic, log_ratio=new[0] - old[0], shift=shift, std=new[2]
+            kind=self.settings.statistic, log_ratio=new[0] - old[0], divergence=shift, std=new[2]
         )
         return torch.stack([statistic, shift.detach()], 1) if self.statistic_size else statistic
 

@@ -179,7 +179,7 @@ def collect_metrics(
     )
     method_metrics = check_method_metrics(method_metrics, type(method).__name__)
 
-    trained = sum(len(update_batch.segment) for update_batch in update.batches)
+    trained = sum(len(update_batch.chunk_sample_ids) for update_batch in update.batches)
     kl = sum(stats.kl for stats in update.stats)
     trained, kl = (
         gather(torch.tensor([x], device=device)).cpu() for x in (trained, kl / len(update.stats))

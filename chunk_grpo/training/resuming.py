@@ -62,7 +62,7 @@ def save_checkpoint(state: TrainingState) -> Path:  # its folder
             state=counters,
             keep=settings.keep_checkpoints,
             keep_every=settings.keep_every,
-            about=state.identity,
+            identity=state.identity,
             sharded=sharded,
         )
     return last_checkpoint_folder(state)
@@ -102,7 +102,7 @@ def _read_checkpoint(
 def _restore_log(
     run: Path,  # the run folder
     folder: Path | None,  # of the checkpoint; None: the run starts from the beginning
-    say: Callable[[str], None],  # prints a warning
+    log: Callable[[str], None],  # prints a warning
 ) -> None:
     """Restore metrics.jsonl and profile.json to their content in a checkpoint; without a checkpoint, empty the metrics."""
     files.remove_abandoned_in_run(run)
@@ -112,7 +112,7 @@ def _restore_log(
         text = metrics.read_bytes() if metrics.is_file() else b""
         done = max(map(int, re.findall(rb'"iteration": ([0-9]{1,9})', text)), default=0)
         if done:
-            say(f"warning: {run} has no checkpoint; its {done} iterations are repeated")
+            log(f"warning: {run} has no checkpoint; its {done} iterations are repeated")
         contents = {metrics: b""}
     else:
         stored = [folder / name for name in checkpoints.COPIED_FILES]
@@ -120,14 +120,14 @@ def _restore_log(
     for file, content in contents.items():
         is_intact = file.is_file() and file.read_bytes().startswith(content)
         if content and not is_intact:
-            say(f"warning: {file} was changed or lost; it was restored from {folder / file.name}")
+            log(f"warning: {file} was changed or lost; it was restored from {folder / file.name}")
         with files.atomic_write(file) as temporary:
             temporary.write_bytes(content)
 
 # %% ../../nbs/07_training/15_resuming.ipynb #64472d24
 def resume(
     state: TrainingState,
-    say: Callable[[str], None] = print,  # prints a warning
+    log: Callable[[str], None] = print,  # prints a warning
 ) -> None:
     """Restore a state from the newest intact checkpoint, if there are checkpoints.
 
@@ -147,13 +147,13 @@ def resume(
         raise InputError(f"{next(iter(problems.values()))}; no checkpoint of this run can be used.")
     folder = folders[-1] if folders else None
     for damaged_folder, problem in problems.items():
-        say(f"warning: {problem}; the run resumes from {folders[-1].name}")
+        log(f"warning: {problem}; the run resumes from {folders[-1].name}")
         if state.accelerator.is_main_process:
             renamed = damaged_folder.with_name(f"damaged-{damaged_folder.name}")
             shutil.rmtree(renamed, ignore_errors=True)
             damaged_folder.rename(renamed)
     if state.accelerator.is_main_process:
-        _restore_log(state.run, folder, say)
+        _restore_log(state.run, folder, log)
         checkpoints.remove_old_checkpoints(
             state.run, state.settings.keep_checkpoints, state.settings.keep_every
         )

@@ -22,7 +22,11 @@ from torch import Tensor
 from .. import InputError
 from ..core import settings as setting
 from ..core.files import RunInfo, read_json
-from ..core.machine import check_environment, choose_device, without_foreign_settings
+from chunk_grpo.core.machine import (
+    check_environment_variables,
+    choose_device,
+    without_foreign_settings,
+)
 from ..core.user_code import check_same_code, find_code
 from ..theory.sampler import Sampler
 from ..models import adapters, prompt_embeds, trainable
@@ -232,7 +236,7 @@ def prepare_state(
         torch.set_num_threads(settings.threads)
     tracker = None if settings.tracker == "none" else settings.tracker
     _check_packages(settings)
-    check_environment(settings.compile)
+    check_environment_variables(settings.compile)
     accelerator = make_accelerator(tracker, run, settings.device)
     if tracker and not accelerator.log_with:  # accelerate drops trackers that it does not know
         raise InputError(
@@ -298,7 +302,7 @@ def _encode_needed_prompts(
             # Training and evaluation may differ in guidance, and therefore in negative prompts.
             negatives: list[str] = []
             for scales in guidance:
-                negatives += policy.set_guidance(*scales).negatives(prompts)
+                negatives += policy.set_guidance(*scales).get_negative_prompts(prompts)
             distinct = dict.fromkeys(negatives)
             prompt_embeds.cache_prompt_embeds([*prompts, *distinct], policy.key, encode)
 

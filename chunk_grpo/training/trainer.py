@@ -93,7 +93,7 @@ def train_run(
     settings: setting.Settings,
     run: Path,  # the run folder, which must exist; a run with checkpoints is resumed
     callbacks: Sequence[Callback] = (),  # in addition to the logger and the alarms
-    say: Callable[[str], None] = print,  # prints a line of the log
+    log: Callable[[str], None] = print,  # prints a line of the log
 ) -> None:
     """Train a policy from the base or from the newest intact checkpoint, and write its weights to `final/`.
 
@@ -101,8 +101,8 @@ def train_run(
     a check.
     """
     state = prepare_state(settings, Path(run))
-    say = say if state.accelerator.is_main_process else lambda text: None
-    listeners = [Logger(say), *callbacks, Alarms(say)]
+    log = log if state.accelerator.is_main_process else lambda text: None
+    listeners = [Logger(log), *callbacks, Alarms(log)]
 
     def announce(event: str, *arguments) -> None:
         """Call the method of this name of every callback, with the state and the arguments."""
@@ -115,7 +115,7 @@ def train_run(
             ending.callback(getattr(reward, "close", lambda: None))
         ending.callback(state.executor.shutdown, cancel_futures=True)
         load_policy_and_optimizer(state)
-        resume(state, say)
+        resume(state, log)
         announce("on_train_begin")
         base = {} if state.iteration else {"iteration": 0, **evaluate_held_out(state)}
 
@@ -140,7 +140,7 @@ def train_run(
             if state.iteration and writes_checkpoint and not last_checkpoint_folder(state).is_dir():
                 with machine.defer_sigterm():
                     folder = save_checkpoint(state)
-                    say(f"interrupted; the checkpoint of iteration {state.iteration} is written")
+                    log(f"interrupted; the checkpoint of iteration {state.iteration} is written")
                     announce("on_save", folder)
 
         if base:

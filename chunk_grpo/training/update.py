@@ -163,7 +163,7 @@ def build_update_batches(
                 chunks=chunks,
                 limit=state.transitions_per_forward,
                 weights=weights,
-                stochastic=trainable_steps,
+                trainable_steps=trainable_steps,
                 sizes=trajectories.sizes,
             )
         )

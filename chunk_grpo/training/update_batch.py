@@ -35,7 +35,7 @@ class UpdateBatch:
 
     image: Tensor  # (M,) position of each transition's image in the trajectories
     step: Tensor  # (M,) index of each transition in its trajectory, 0 ... T-1
-    segment: Tensor  # (M,) number of each transition's chunk sample, 0 ... N-1
+    chunk_sample_ids: Tensor  # (M,) number of each transition's chunk sample, 0 ... N-1
     chunk: Tensor  # (N,) chunk number of each chunk sample
     chunk_image: Tensor  # (N,) position of each chunk sample's image in the trajectories
     batches: list[Tensor]  # transitions of each forward pass, as numbers from 0 to M-1
@@ -70,7 +70,7 @@ def build_update_batch(
     chunks: Chunks | Sequence[Chunks],  # the same chunks for all B images, or those of each image
     limit: int,  # largest number of transitions in a forward pass
     weights: Tensor | None = None,  # (T,) weight of each transition in the objective; None: all 1
-    stochastic: Tensor | None = None,  # (n,) indices of the trainable steps; None: the first n
+    trainable_steps: Tensor | None = None,  # (n,) indices of the trainable steps; None: the first n
     # (height, width) or side length of each of the B images, pixels; None: all are equal
     sizes: Sequence[int | tuple[int, int]] | None = None,
 ) -> UpdateBatch:
@@ -83,8 +83,8 @@ def build_update_batch(
     row, step_index, chunk_sample_ids = flatten_chunks(image_chunks, chosen_chunks)
 
     # Chunks index the trainable steps only; convert to indices in the whole trajectory.
-    if stochastic is not None:
-        step_index = stochastic[step_index]
+    if trainable_steps is not None:
+        step_index = trainable_steps[step_index]
 
     sample_weight = None
     if weights is not None:
@@ -94,7 +94,7 @@ def build_update_batch(
     return UpdateBatch(
         image=images[row],
         step=step_index,
-        segment=chunk_sample_ids,
+        chunk_sample_ids=chunk_sample_ids,
         chunk=chosen_chunks[chosen_chunks >= 0],
         chunk_image=images[(chosen_chunks >= 0).nonzero()[:, 0]],
         batches=_split_into_batches(chunk_sample_ids, images[row], limit=limit, sizes=sizes),

@@ -569,7 +569,7 @@ def clip_step_loss(
         words,
         scenes=[drawn[i] for i in pick],
         images=images,
-        negatives=negatives,
+        get_negative_prompts=negatives,
         rng=rng,
         generator=generator,
     )
@@ -602,7 +602,7 @@ def train_clip(
 
     def take_step(step):
         loss = clip_step_loss(
-            model, words, data=data, batch=batch, negatives=negatives, seed=(seed, step)
+            model, words, data=data, batch=batch, get_negative_prompts=negatives, seed=(seed, step)
         )
         clipped_step(model, loss, optimizer, schedule)
         return loss.item()

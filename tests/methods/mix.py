@@ -20,7 +20,7 @@ class Mix(Method):
     def chunks(self, profile):
         return Chunks.steps(len(profile))
 
-    def select_chunks(self, paths, chunks, profile, iteration):
+    def select_chunks(self, trajectories, chunks, profile, iteration):
         import torch
 
-        return torch.arange(len(chunks)).expand(len(paths.keys), -1)
+        return torch.arange(len(chunks)).expand(len(trajectories.keys), -1)

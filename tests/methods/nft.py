@@ -28,16 +28,18 @@ class NFT(Method):
     def chunks(self, profile):
         return Chunks.steps(len(profile))
 
-    def states(self, context, image, index):
+    def states(self, context, image_index, step_index):
         paths = context.trajectories
-        clean = paths.latents[image, -1].float().to(context.policy.device)
+        clean = paths.latents[image_index, -1].float().to(context.policy.device)
         noise = [
             torch.randn(
                 clean.shape[1:], generator=make_generator(*paths.keys[b], stream=f"noised {i}")
             )
-            for b, i in zip(image.tolist(), index.tolist(), strict=True)
+            for b, i in zip(image_index.tolist(), step_index.tolist(), strict=True)
         ]
-        return add_noise(clean, torch.stack(noise).to(clean), paths.sampler.sigmas[index]), clean
+        return add_noise(
+            clean, torch.stack(noise).to(clean), paths.sampler.sigmas[step_index]
+        ), clean
 
     def transition_stats(self, batch):
         v = batch.velocity
