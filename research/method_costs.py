@@ -20,7 +20,7 @@ from pathlib import Path
 import orders
 import torch
 from diffusers import AutoencoderKL, FluxPipeline, FluxTransformer2DModel
-from speed import FEW, MIDDLE, say
+from speed import FEW, MIDDLE, log
 
 from chunk_grpo.core import machine
 from chunk_grpo.core.files import read_json, write_json

@@ -431,7 +431,7 @@ def write_scores(
     write_json(Path(folder) / "summary.json", summary)
 
 
-@checked(run=path(), processes=int_at_least(0), changes=Mapping[str, Any] | Sequence[str])
+@checked(run=path_argument(), processes=int_at_least(0), changes=Mapping[str, Any] | Sequence[str])
 def evaluate(
     run: Path | str,  # folder of a finished run, which gets evaluation/
     log: Callable[[str], None] = lambda text: None,  # called with lines about the progress

@@ -64,7 +64,7 @@ def _export_adapter(
         adapters.write_adapter(start_adapter, folder, layout, adapters.START_FILE)
 
 
-@checked(run=path(), folder=path())
+@checked(run=path_argument(), folder=path_argument())
 def export_run(
     run: Path | str,  # a run's folder, finished or with a checkpoint
     folder: Path | str,  # a new folder
@@ -174,7 +174,7 @@ def check_hub_login(
         ) from None
 
 
-@checked(folder=path())
+@checked(folder=path_argument())
 def push_to_hub(
     folder: Path | str,  # as `export_run` writes it
     repo_id: str,  # NAME/REPOSITORY; created if it does not exist

@@ -368,7 +368,7 @@ def write_report(
     return notebook_to_html(execute_report(name, notebook, **parameters), out)
 
 
-@checked(run=path())
+@checked(run=path_argument())
 def write_run_report(
     run: str | Path,  # a run's folder
     name: str = "train",  # "train": of the training; "evaluate": of the evaluation
@@ -442,7 +442,7 @@ def run_cost(run: Path) -> dict[str, float]:  # run: a run's folder
     }
 
 
-@checked(runs=paths())
+@checked(runs=path_list())
 def compare_runs(runs: Sequence[str | Path]) -> pd.DataFrame:  # runs: run folders
     """Return a table with a row per run and reward: the means of base and trained weights, their difference, and the cost.
 

@@ -178,10 +178,10 @@ def _write_samples(
 
 
 @checked(
-    run=path(),
+    run=path_argument(),
     prompts=text_list(1),
     seeds=Sequence[int_at_least(0)],
-    out=path() | None,
+    out=path_argument() | None,
     changes=Mapping[str, Any] | Sequence[str],
 )
 def sample_run(
@@ -249,7 +249,7 @@ def sample_run(
     return images
 
 # %% ../../nbs/12_reporting/04_samples.ipynb #ff1c5e50
-@checked(run=path(), changes=Mapping[str, Any] | Sequence[str])
+@checked(run=path_argument(), changes=Mapping[str, Any] | Sequence[str])
 def sample_widget(
     run: Path | str,  # a run's folder, finished or with a checkpoint
     prompt: str = "",  # initial prompt; empty: the first held-out prompt

@@ -463,7 +463,7 @@ def _run_setup_command(
         )
 
 # %% ../../nbs/05_reward_serving/02_placement.ipynb #cfe1c40a
-@checked(name=text(), url=str | None, environment=str | None, worker=bool | None)
+@checked(name=nonempty_text(), url=str | None, environment=str | None, worker=bool | None)
 def load_placed_reward(
     name: str,  # reward's name, see `rewards.load_reward`; or a path, see `server.load_by_path`
     allow_working_folder: bool = True,  # True if it may be imported from the working folder

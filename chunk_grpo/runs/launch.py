@@ -409,7 +409,7 @@ def check_launcher() -> None:
 # %% ../../nbs/09_runs/01_launch.ipynb #la0c0004
 @checked(
     settings=Settings | str | Path | Mapping,
-    out=path() | None,
+    out=path_argument() | None,
     processes=int_at_least(1),
     nodes=int_at_least(1),
     node_rank=int_at_least(0),

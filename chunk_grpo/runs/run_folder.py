@@ -186,7 +186,7 @@ def read_metrics_lines(run: str | Path) -> list[dict]:
     return lines
 
 
-@checked(run=path())
+@checked(run=path_argument())
 def read_metrics(run: str | Path) -> pd.DataFrame:
     """Read the metrics of a run as a table, one row per iteration."""
     rows = []
