@@ -277,19 +277,6 @@ def test_overflow_is_said_once_as_a_warning_or_ends_the_run(folder, capsys):
         policy.decode_latents(model, noise * float("nan"))
 
 
-@pytest.mark.parametrize("rank, warnings", [(0, 1), (1, 0)])
-def test_only_the_first_process_warns_of_clipped_activations(
-    folder, capsys, monkeypatch, rank, warnings
-):
-    model = policy.load_policy(folder, **ARGUMENTS, dtype="float16")
-    noise = torch.stack([model.noise(torch.Generator().manual_seed(0))])
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.distributed, "get_rank", lambda: rank)
-    model.saturated.fill_(True)
-    policy.decode_latents(model, noise)
-    assert capsys.readouterr().out.count("warning: activations of the transformer") == warnings
-
-
 def test_a_plan_counts_float16_as_bfloat16():
     """Both have two bytes and the same rate; FLUX clips its text in float16, which keeps more for the backward pass."""
     config = find_model_config("black-forest-labs/FLUX.1-dev")

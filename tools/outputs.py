@@ -3,12 +3,13 @@
     python tools/outputs.py [--all] [PAGE ...]      run what is stale (or all, or these pages) and keep text and figures
     python tools/outputs.py --check                 write nothing; name the stale pages and exit with 1 if there are any
 
-A page's metadata hold `outputs_of`, the hash of the code that its outputs came from, and, where a page reads kept
+A page's metadata hold `outputs_of`, the hash of the code that its outputs came from (without comments and docstrings), and, where a page reads kept
 results (files under runs/results), `outputs_read`, the hash of each. A page is stale when any of them changed.
 Cells marked `#| hide`, `#| eval: false`, `#| notest`, `#| slow` or `#| gpu` keep none.
 Warnings and widgets are not kept.
 """
 
+import ast
 import base64
 import hashlib
 import io
@@ -28,6 +29,10 @@ ROOT = Path(__file__).resolve().parents[1]
 # bytes of a page with its outputs; a figure at twice the resolution takes 2.3 times the bytes
 LIMIT = 500_000
 KEPT = ("text/plain", "text/html", "text/markdown", "image/png", "image/svg+xml")
+# names in a page that may print docstrings, comments or source code: then these decide its outputs too
+PRINTS_DOCS = (
+    r"\bhelp\(|__doc__|getsource|getdoc|\binspect\b|\btokenize\b|read_text|describe_parameters"
+)
 SKIPPED = {"eval: false", "notest", "slow", "gpu"}
 
 
@@ -47,9 +52,38 @@ def directives(cell: NotebookNode) -> set[str]:
     return set(re.findall(r"^#\|\s*(.+?)\s*$", cell.source, flags=re.MULTILINE))
 
 
+def _without_docstrings(tree: ast.Module) -> ast.Module:
+    """Remove the docstrings of a module's functions and classes, in place, and return the module."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            if ast.get_docstring(node, clean=False) is not None:
+                node.body = node.body[1:] or [ast.Pass()]
+    return tree
+
+
+def code_text(
+    source: str,  # of one cell
+    prints_docs: bool,  # the page prints docstrings or source code
+) -> str:
+    """Return what of a cell decides its output: the directives and the code without comments and docstrings.
+
+    The text is the whole cell if the page prints docstrings or source code, or if the cell is not plain Python.
+    """
+    if prints_docs:
+        return source
+    try:
+        tree = ast.parse(source)
+    except SyntaxError:  # a line that only a notebook understands, such as a magic
+        return source
+    directive_lines = re.findall(r"^#\|.*$", source, flags=re.MULTILINE)
+    return "\n".join([*directive_lines, ast.dump(_without_docstrings(tree))])
+
+
 def code_hash(notebook: NotebookNode) -> str:
-    """Return the hash of a page's code cells, in order."""
-    code = "\0".join(cell.source for cell in notebook.cells if cell.cell_type == "code")
+    """Return the hash of what decides the outputs of a page's code cells, in order."""
+    sources = [cell.source for cell in notebook.cells if cell.cell_type == "code"]
+    prints_docs = any(re.search(PRINTS_DOCS, source) for source in sources)
+    code = "\0".join(code_text(source, prints_docs) for source in sources)
     return hashlib.sha256(code.encode()).hexdigest()[:16]
 
 

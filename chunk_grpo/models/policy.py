@@ -23,7 +23,6 @@ from typing import Any, Literal, Self
 import diffusers
 import numpy as np
 import torch
-import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
@@ -701,8 +700,7 @@ def decode_latents(
             "model: it sampled images that are not finite; either its weights are damaged, or `learning_rate` is "
             f"too high{cause}."
         )
-    is_first_process = not dist.is_initialized() or dist.get_rank() == 0
-    if is_first_process and policy.saturated is not None and bool(policy.saturated):
+    if policy.saturated is not None and bool(policy.saturated):
         print(
             f"warning: activations of the transformer reach {FLOAT16_MAX:.0f}, the largest number of "
             "`dtype` float16, and are clipped; bfloat16 has a wider range",
