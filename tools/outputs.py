@@ -3,8 +3,9 @@
     python tools/outputs.py [--all] [PAGE ...]      run what is stale (or all, or these pages) and keep text and figures
     python tools/outputs.py --check                 write nothing; name the stale pages and exit with 1 if there are any
 
-A page's metadata hold `outputs_of`, the hash of the code that its outputs came from (without comments and docstrings), and, where a page reads kept
-results (files under runs/results), `outputs_read`, the hash of each. A page is stale when any of them changed.
+A page's metadata hold `outputs_of`, the hash of the code that its outputs came from, without comments and docstrings.
+If a page reads stored results (files under runs/results), they also hold `outputs_read`, the hash of each file.
+A page is stale if any of these hashes changed.
 Cells marked `#| hide`, `#| eval: false`, `#| notest`, `#| slow` or `#| gpu` keep none.
 Warnings and widgets are not kept.
 """
