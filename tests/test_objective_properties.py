@@ -218,7 +218,7 @@ def test_to_first_order_chunks_are_weights_on_steps(chunks, seed):
     )
 
 
-def test_wrong_shapes_are_said_in_words():
+def test_wrong_shapes_are_rejected_with_what_must_hold_and_what_came():
     segment = torch.tensor([0, 0, 1])
     for call in (
         lambda: segment_ratio(torch.ones(3), torch.ones(2), segment),
@@ -227,5 +227,5 @@ def test_wrong_shapes_are_said_in_words():
         lambda: clipped_objective(torch.ones(2, 3), torch.ones(3), 0.1),
         lambda: group_advantages(torch.tensor([[1.0, float("inf")]])),
     ):
-        with pytest.raises(InputError, match="got .* allowed "):
+        with pytest.raises(InputError, match=r"must .*; got "):
             call()
