@@ -121,7 +121,7 @@ def test_a_served_reward_is_asked_before_the_run(own):
             match="the reward own can score; prompt 1501 cannot be scored: .*holds a mark",
         ):
             rewards.check_prompts({"own": remote}, [*GOOD * 50, BAD], "eval_prompts")
-        older = remote.model_copy(update={"about": {}})
+        older = remote.model_copy(update={"server_info": {}})
         assert older.find_rejected_prompt([BAD]) is None  # a server that cannot be asked
     finally:
         service.should_exit = True

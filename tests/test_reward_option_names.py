@@ -61,7 +61,7 @@ def test_a_reward_gets_its_own_options_whatever_they_are_called(tmp_path, monkey
         f"{tmp_path / 'red_option.py'}:red",
         **place,
         name="abc",
-        allow_working_folder=2,
+        here=2,
         options=1,
         loader=2,
     )
