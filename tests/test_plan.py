@@ -699,7 +699,7 @@ def test_a_run_that_no_saving_makes_fit_says_what_it_would_still_take(monkeypatc
     size = {"resolution": 2048, "eval_resolution": 2048}
     run_settings = settings.load_settings("paper/one-h200-lora", size)
     text = dict(describe_estimates(run_settings, 1e15, device="rtx4090"))["  would fit with"]
-    assert text.startswith("no setting that `plan` tries: with all savings it still takes 1")
+    assert text.startswith("no setting that `plan` tries: with all savings the run still takes 1")
     assert text.endswith(" GB")
 
 
