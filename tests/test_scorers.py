@@ -257,9 +257,7 @@ def test_a_missing_file_is_named(name, file, options, tmp_path):
 @pytest.mark.parametrize("name", NAMES)
 def test_without_weights_the_sentence_says_what_is_needed(name, monkeypatch, tmp_path):
     monkeypatch.setattr(scorers, "hf_hub_download", offline)
-    with pytest.raises(
-        InputError, match="are you offline.*allowed is a folder or a hub id such as"
-    ):
+    with pytest.raises(InputError, match="must be a folder or a hub id such as .*are you offline"):
         rewards.load_reward(name, device="cpu")
     with pytest.raises(
         InputError, match="unexpected keyword argument 'wieghts'.*allowed are weights"

@@ -92,7 +92,9 @@ def test_what_needs_one_size_says_so(change, sentence):
 
 
 def test_a_measurement_of_speed_needs_one_size():
-    with pytest.raises(InputError, match=r"`resolution` must be one size in a measurement; got 64"):
+    with pytest.raises(
+        InputError, match=r"`resolution` must be one size in a speed measurement; got 64 x 64"
+    ):
         load_workload_settings("pocket", {"resolution": SIZES})
 
 
