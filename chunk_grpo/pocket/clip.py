@@ -80,11 +80,11 @@ class PocketCLIP:
     def __call__(
         self,
         images: Sequence[Image.Image] | torch.Tensor,  # PIL; or (B, 3, H, W), in [0, 1] or uint8
-        prompts: Sequence[str],  # one per image
+        prompts: Sequence[str],  # one per image, such as "a red star and a blue ring"
     ) -> torch.Tensor:  # (B,), float32, in [-1, 1]
         """Return the cosine similarity of each image and its prompt.
 
-        Raises InputError unless there is one prompt per image.
+        Raises InputError unless there is one prompt per image, and for images that `images_to_numpy` rejects.
         """
         if len(images) != len(prompts):
             raise InputError(

@@ -176,7 +176,7 @@ def render_scene(
     size: int = IMAGE_SIZE,  # side of the picture, pixels
     oversampling: int = 4,  # the picture is painted this many times larger, then averaged
 ) -> Image.Image:  # RGB, `size` x `size`
-    """Paint a scene, with smooth edges."""
+    """Return the picture of a scene: its objects, with smooth edges, on its background."""
     scale = size / IMAGE_SIZE * oversampling
     ramp = np.linspace(*scene.background, size * oversampling).round().astype(np.uint8)
     image = Image.fromarray(np.broadcast_to(ramp[:, None, None], (ramp.size, ramp.size, 3)).copy())
@@ -247,7 +247,7 @@ _MIN_GAP = 4.0  # between the boxes of two objects, pixels
 
 
 def _have_clear_gaps(things: Sequence[SceneObject]) -> bool:
-    """Return True if the boxes of all pairs of objects are at least _MIN_GAP pixels apart."""
+    """Return True if the bounding boxes of any two objects are at least _MIN_GAP pixels apart, in x or in y."""
     for i, a in enumerate(things):
         for b in things[:i]:
             distance = max(abs(a.x - b.x), abs(a.y - b.y))
@@ -261,7 +261,7 @@ def _sample_layout(
     free: bool,  # True: any position and size, and objects may overlap; False: on the grid
     rng: np.random.Generator,
 ) -> list[tuple[float, float, float]]:  # x, y and radius of each object, pixels
-    """Sample the centres and radii of `count` objects."""
+    """Sample the centres and radii of `count` objects: all of radius 13 on the grid, and of about equal size otherwise."""
     if free:
         low, high = _FREE_RADII[count]
         base = rng.uniform(low, high)
@@ -276,7 +276,7 @@ def _sample_layout(
 
 
 def sample_scene(
-    caption: str,  # that `parse_caption` accepts
+    caption: str,  # such as "a star left of a ring"
     rng: np.random.Generator,
     free: bool = False,  # True: any position and size, and a background gradient; False: on the grid
 ) -> Scene:
@@ -304,9 +304,12 @@ def sample_scene(
 
 
 def sample_scene_image(
-    caption: str,  # that `parse_caption` accepts
+    caption: str,  # such as "a star left of a ring"
     rng: np.random.Generator,
     free: bool = False,  # True: any position and size; False: on the grid of two by two cells
 ) -> Image.Image:  # RGB, 64 x 64
-    """Sample and paint a picture for which the caption is true."""
+    """Sample a scene for which the caption is true, and return its picture.
+
+    Raises InputError for a caption that `parse_caption` rejects.
+    """
     return render_scene(sample_scene(caption, rng, free))

@@ -108,7 +108,7 @@ def create_subplots(
 
 def with_house_style(
     draw: Callable,  # a function whose result is a figure or None
-) -> Callable:
+) -> Callable:  # takes the arguments of `draw`, and returns its figure
     """Decorate a drawing function, so that its figure has the style _STYLE and shows dollar signs literally."""
 
     @functools.wraps(draw)
@@ -529,9 +529,10 @@ def plot_progress(
     settings: Settings,  # the run's settings
     name: str | None = None,  # reward whose held-out scores are drawn; None: draw none
 ) -> Figure:
-    """Draw the reward so far and, beside it, the share of clipped ratios or the gradient norm.
+    """Draw the reward so far and, beside it, the share of clipped ratios.
 
-    The title states the iteration, the time so far and the remaining time.
+    If the method clips no ratio, the gradient norm takes the place of that share. The title states the iteration, the time
+    so far and the remaining time.
     """
     figure, (axes,) = create_subplots(2, size=(8.4, 2.9), gridspec_kw={"width_ratios": [2, 1]})
     metrics = pd.DataFrame(lines)
@@ -586,7 +587,7 @@ class LiveFigure:
         settings: Settings,  # the run's settings
         interval: float = 2.0,  # minimum seconds between two drawings
     ):
-        """Choose the reward whose held-out scores are drawn: the first training reward among `eval_rewards`, if any."""
+        """Prepare the figure, which shows the held-out scores of the first training reward among `eval_rewards`, if any."""
         self.settings = settings
         self.interval = interval
         self.name = next(

@@ -157,7 +157,7 @@ def _write_samples(
     folder: Path,  # an existing folder to write into
     images: Sequence[Mapping],  # as `sample_run_images` yields them, with the further key file
     run: Path,  # a run's folder
-    weights: Path,  # folder of the weights: final, or a checkpoint's number
+    weights: Path,  # folder of the weights: named final, or by the iteration of a checkpoint
     settings: setting.Settings,  # the evaluation's settings
 ) -> None:
     """Write samples.json, which records how each image was made, and contact-sheet.png into a folder."""
