@@ -191,15 +191,15 @@ def _write_samples(
 )
 def sample_run(
     run: Path | str,  # a run's folder, finished or with a checkpoint
-    prompts: Sequence[str],  # at least one
+    prompts: Sequence[str],  # at least one, such as ["a red star"]
     # among base, plain or trained, hybrid, base-as-trained, as-trained; empty: those that are sampled along the ODE
     arms: Sequence[str] = (),
-    seeds: Sequence[int] = (),  # empty: the seed of the run's evaluation
+    seeds: Sequence[int] = (),  # one image each; empty: only the seed of the run's evaluation
     out: Path | str | None = None,  # a new folder for images and a contact sheet; None: no files
     changes: Mapping | Sequence[str] = (),  # evaluation settings to change, like {"eval_steps": 20}
     log: Callable[[str], None] = lambda text: None,  # called with each line of progress
     trust: bool = False,  # load the models and run the code that a run from another machine names
-) -> list[dict]:  # one per image
+) -> list[dict]:  # a dictionary per image
     """Sample images of your prompts with a run's newest weights, one per prompt, arm and seed.
 
     Each image is a dictionary with the keys prompt, number (position in `prompts`), arm, split, seed, generator_seed, image
