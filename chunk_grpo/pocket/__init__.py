@@ -28,9 +28,9 @@ POCKET_MODELS = {  # value of the setting `model` -> folder in POCKET_DIR
 
 
 def pocket_model_path(
-    model: str = "pocket",  # one of POCKET_MODELS
-) -> str:
-    """Return the folder of a shipped base model, which diffusers can load without this package.
+    model: str = "pocket",  # a key of POCKET_MODELS, such as "pocket/undertrained"
+) -> str:  # path of a folder in the layout of `save_pretrained`
+    """Return the path of a shipped base model, for `from_pretrained` of diffusers.
 
     `pocket/editing` is a FluxKontextPipeline; the others are FluxPipelines. Raises InputError for an unknown name.
     """
@@ -52,7 +52,7 @@ EDIT_FILES = {f"edit-{split}": POCKET_DIR / "editing" / f"{split}.jsonl" for spl
 
 
 def read_pocket_prompts(
-    split: str = "train",  # one of PROMPT_FILES
+    split: str = "train",  # train, validation, test or test192
 ) -> list[str]:
     """Return the prompts of a shipped list, in the order of its file.
 
@@ -64,7 +64,11 @@ def read_pocket_prompts(
 
 # %% ../../nbs/01_pocket/00_pocket.ipynb #5eaf2538
 def read_pocket_manifest() -> dict:
-    """Read the manifest, which records how the weights were trained, what they score, and the hash of every shipped file."""
+    """Read manifest.json, which describes the shipped files.
+
+    Its keys are training (how the weights were trained), quality (what they score), versions (of the libraries), made
+    (a date), bytes (of all files), and sha256 (path in POCKET_DIR -> hash).
+    """
     return json.loads((POCKET_DIR / "manifest.json").read_text())
 
 
@@ -72,10 +76,10 @@ def verify_pocket_files(
     folder: Path
     | None = None,  # contains manifest.json and the files that it lists; None: POCKET_DIR
 ) -> int:  # number of files verified
-    """Raise InputError unless every file in the manifest exists and has the recorded hash.
+    """Raise InputError unless every file that manifest.json lists exists and has the recorded SHA-256.
 
-    The error names the first file that differs. The other bases have their own manifests, in
-    `POCKET_DIR / "bases"` and `POCKET_DIR / "editing"`.
+    The error names the first file that differs. The files of the other bases are listed in the manifests of
+    `POCKET_DIR / "bases"` and `POCKET_DIR / "editing"`; pass these folders to verify them.
     """
     folder = Path(folder or POCKET_DIR)
     files = json.loads((folder / "manifest.json").read_text())["sha256"]

@@ -21,17 +21,17 @@ from .geneval import images_to_numpy
 
 
 def tokenize_captions(
-    tokenizer: PreTrainedTokenizerFast,  # for CLIP or for T5
-    captions: list[str],  # B captions
-) -> torch.Tensor:  # (B, MAX_TOKENS)
-    """Return the token ids of captions, padded or truncated to MAX_TOKENS."""
+    tokenizer: PreTrainedTokenizerFast,  # the pocket model's, for CLIP or for T5
+    captions: list[str],  # B captions, such as "a red star"
+) -> torch.Tensor:  # (B, MAX_TOKENS) long
+    """Return the token ids of captions, padded or truncated to MAX_TOKENS = 12 tokens."""
     kwargs = {"padding": "max_length", "max_length": MAX_TOKENS, "truncation": True}
     return torch.tensor(tokenizer(captions, **kwargs)["input_ids"])
 
 
 def numpy_to_vae_input(
     array: np.ndarray,  # (B, H, W, 3), uint8
-) -> torch.Tensor:  # (B, 3, H, W), in [-1, 1]
+) -> torch.Tensor:  # (B, 3, H, W) float32, in [-1, 1]
     """Convert uint8 images to the range and layout that a diffusers VAE expects."""
     return torch.from_numpy(array).permute(0, 3, 1, 2).float() / 127.5 - 1
 
@@ -59,9 +59,9 @@ class PocketCLIP:
 
     def __init__(
         self,
-        folder: Path = POCKET_DIR / "clip",  # holds the model and its tokenizer
+        folder: Path = POCKET_DIR / "clip",  # holds a CLIPModel and its tokenizer
     ):
-        """Load the model and its tokenizer from a folder of transformers, for inference."""
+        """Load the model and the tokenizer that `save_pretrained` wrote into a folder, without gradients."""
         self.model = CLIPModel.from_pretrained(folder).eval().requires_grad_(False)
         self.tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
 
@@ -80,11 +80,11 @@ class PocketCLIP:
     def __call__(
         self,
         images: Sequence[Image.Image] | torch.Tensor,  # PIL; or (B, 3, H, W), in [0, 1] or uint8
-        prompts: Sequence[str],  # one per image
+        prompts: Sequence[str],  # one per image, such as "a red star and a blue ring"
     ) -> torch.Tensor:  # (B,), float32, in [-1, 1]
         """Return the cosine similarity of each image and its prompt.
 
-        Raises InputError unless there is one prompt per image.
+        Raises InputError unless there is one prompt per image, and for images that `images_to_numpy` rejects.
         """
         if len(images) != len(prompts):
             raise InputError(

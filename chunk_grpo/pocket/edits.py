@@ -59,11 +59,12 @@ class Edit:
     kind: str  # one of EDIT_KINDS
     colour: str  # of the object; if it is recoloured, its colour before
     shape: str  # of the object
-    change: str | None = None  # the new colour, or one of DIRECTIONS
+    # recolour: the new colour; move: one of DIRECTIONS; add and remove: None
+    change: str | None = None
 
     @property
     def instruction(self) -> str:
-        """Return the text of this edit, which `parse_instruction` turns back into it."""
+        """Return the text of this edit, such as "move the red star left"; `parse_instruction` is the inverse."""
         article = "a" if self.kind == "add" else "the"
         words = [self.kind, article, self.colour, self.shape, self.change]
         return " ".join(word for word in words if word)
@@ -74,7 +75,8 @@ def parse_instruction(
 ) -> Edit:
     """Return the edit that an instruction asks for.
 
-    Raises InputError for a text that matches no pattern, or recolours an object with its own colour.
+    The forms are "recolour the red star blue", "move the red star left", "add a red star" and "remove the red star".
+    Raises InputError for any other text, and if the new colour of an object is its old one.
     """
     for kind, pattern in _EDIT_PATTERNS.items():
         match = pattern.fullmatch(instruction)
@@ -90,13 +92,13 @@ def _find_object(
     scene: Scene,  # before the edit
     edit: Edit,
 ) -> SceneObject | None:
-    """Return the only object of a scene with the colour and shape that an edit names, or None."""
+    """Return the object with the colour and shape that an edit names; None if the scene has none or several."""
     named = [t for t in scene.things if (t.colour, t.shape) == (edit.colour, edit.shape)]
     return named[0] if len(named) == 1 else None
 
 
-def free_cells(scene: Scene) -> list[tuple[float, float]]:  # centres, pixels
-    """Return the centres of the grid cells where an added object would touch no object of the scene."""
+def free_cells(scene: Scene) -> list[tuple[float, float]]:  # (x, y) of each centre, pixels
+    """Return the centres of the grid cells where an added object would keep clear of all objects of the scene."""
     return [
         centre
         for centre in product(_CELL_CENTRES, _CELL_CENTRES)
@@ -108,7 +110,7 @@ def _reason_impossible(
     scene: Scene,  # before the edit
     edit: Edit,
 ) -> str:
-    """Return why an edit cannot be applied to a scene, or "" if it can."""
+    """Return why an edit cannot be applied to a scene, such as "there is no red star", or "" if it can."""
     thing = _find_object(scene, edit)
     named = f"{edit.colour} {edit.shape}"
     if edit.kind == "add":
@@ -134,11 +136,13 @@ def _reason_impossible(
 def apply_edit(
     scene: Scene,  # before the edit
     edit: Edit,
-    centre: tuple[float, float] | None = None,  # of an added object, pixels; None: first free cell
+    # x and y of an added object, pixels; None: centre of the first free cell; ignored for other edits
+    centre: tuple[float, float] | None = None,
 ) -> Scene:
     """Return the scene after an edit.
 
-    Raises InputError if the edit is impossible.
+    Raises InputError if the edit is impossible: its object is missing or already there, the cell that it needs is taken or
+    outside the grid, or it would leave no object or more than MAX_OBJECTS.
     """
     if reason := _reason_impossible(scene, edit):
         raise InputError(
@@ -160,7 +164,7 @@ def apply_edit(
 
 
 def possible_edits(scene: Scene) -> list[Edit]:
-    """Return every edit that can be applied to a scene."""
+    """Return every edit that can be applied to a scene: additions first, then those of each object."""
     edits = [Edit("add", colour, shape) for colour, shape in product(POCKET_COLOURS, SHAPES)]
     for thing in scene.things:
         colour, shape = thing.colour, thing.shape
@@ -174,7 +178,7 @@ def sample_edit_scene(
     rng: np.random.Generator,
     count: int,  # number of objects, 1 to MAX_OBJECTS
 ) -> Scene:
-    """Sample a scene to edit, with objects on the grid, no two of them of the same colour and shape."""
+    """Sample a scene without a caption, with objects on the grid that all differ in colour or shape."""
     pairs = list(product(POCKET_COLOURS, SHAPES))
     chosen = [pairs[i] for i in rng.choice(len(pairs), count, replace=False)]
     things = [
@@ -192,7 +196,11 @@ def edit_record(
     edit: Edit,
     image: str,  # path of the scene's picture, relative to the list's folder
 ) -> dict:
-    """Return the record of an edit for a prompt list: its instruction, image, and scene."""
+    """Return the record of an edit for a prompt list, as a dict that can be written as JSON.
+
+    Its keys are prompt (the instruction), image, background (the scene's grey), and objects (a dict per object, with the
+    fields of SceneObject).
+    """
     return {
         "prompt": edit.instruction,
         "image": image,
@@ -204,7 +212,7 @@ def edit_record(
 def read_edit_record(
     record: Mapping,  # as returned by `edit_record`
 ) -> tuple[Scene, Edit]:
-    """Return the scene and the edit of a record.
+    """Return the scene before the edit, and the edit, that a record describes.
 
     Raises InputError if the record holds no valid instruction or scene, or if the edit is impossible for the scene.
     """
@@ -230,8 +238,8 @@ def read_edit_record(
 
 def read_edit_list(
     split: str = "train",  # train, validation or test
-) -> list[dict]:
-    """Return the records of a shipped list of edits.
+) -> list[dict]:  # records as returned by `edit_record`
+    """Return the records of a shipped list of edits, in the order of its file.
 
     Raises InputError for an unknown name.
     """
@@ -249,7 +257,7 @@ def _is_same_object(
     detected: SceneObject | None,  # in the image; None: a patch that matches no shape
     expected: SceneObject,  # in the scene
 ) -> bool:
-    """Return True if a detected object is the expected one, up to a small error in position and size."""
+    """Return True if shape and colour are equal, and the centre is off by at most 4 pixels and the radius by at most 3."""
     if detected is None:
         return False
     if (detected.shape, detected.colour) != (expected.shape, expected.colour):
@@ -261,13 +269,13 @@ def _is_same_object(
 def matches_edit(
     scene: Scene,  # before the edit
     edit: Edit,
-    things: Sequence[
-        SceneObject | None
-    ],  # objects in the image; None: a patch that matches no shape
+    # objects in the image, as `detect_shapes` returns them; None: a patch that matches no shape
+    things: Sequence[SceneObject | None],
 ) -> bool:
     """Return True if an image shows exactly the scene after the edit, no more and no less.
 
-    An added object may be anywhere, as long as it touches no other.
+    An added object may be anywhere, as long as it touches no other. Raises InputError if the edit is impossible, except for
+    an addition, which is not checked.
     """
     remaining = list(things)
     is_addition = edit.kind == "add"
@@ -288,9 +296,9 @@ def _image_arrays(
     images: Sequence[Image.Image] | torch.Tensor,  # PIL; or (B, 3, H, W), in [0, 1] or uint8
     records: Sequence[Mapping],  # one per image
 ) -> np.ndarray:  # (B, 64, 64, 3), uint8
-    """Convert images to a uint8 array.
+    """Convert images of 64 x 64 pixels to a uint8 array.
 
-    Raises InputError unless they have 64 x 64 pixels and there is one record per image.
+    Raises InputError for another size, for images that `images_to_numpy` rejects, and unless there is one record per image.
     """
     if len(images) != len(records):
         raise InputError(
@@ -318,7 +326,8 @@ class PocketEdit:
     ) -> torch.Tensor:  # (B,), float32, 0 or 1
         """Return 1 for each image that shows exactly its edit, otherwise 0.
 
-        Raises InputError for images of another size, and for a record that `read_edit_record` rejects.
+        Raises InputError for images of another size, for a record that `read_edit_record` rejects, and unless there is one
+        record per image.
         """
         detected = detect_shapes(_image_arrays(images, records))
         verdicts = [
@@ -328,11 +337,11 @@ class PocketEdit:
         return torch.tensor(verdicts, dtype=torch.float32)
 
     def check_record(self, record: Mapping) -> None:
-        """Raise InputError unless the record holds a scene and an edit that is possible for it."""
+        """Raise InputError if `read_edit_record` rejects the record: its scene or edit is not valid, or they do not fit."""
         read_edit_record(record)
 
     def category(self, prompt: str) -> str:  # one of EDIT_KINDS
-        """Return the kind of edit that an instruction asks for."""
+        """Return the kind of edit that an instruction asks for; raise InputError if `parse_instruction` rejects it."""
         return parse_instruction(prompt).kind
 
 # %% ../../nbs/01_pocket/07_edits.ipynb #accd5a4c
@@ -346,8 +355,9 @@ def untouched_region(
 ) -> np.ndarray:  # (64, 64), bool
     """Return a mask that is True where an edit must leave the pixels unchanged.
 
-    These are all pixels outside the box of the edited object. An added object may be anywhere, so
-    for an addition they are those inside the boxes of the objects that were there before.
+    These are all pixels outside the edited object's boxes before and after the edit. An added object may be anywhere, so
+    for an addition they are those inside the boxes of the objects that were there before. A box is 2 pixels larger than its
+    object on each side. Raises InputError if the edit is impossible, except for an addition, which is not checked.
     """
     if edit.kind == "add":
         boxed_objects = scene.things
@@ -373,9 +383,10 @@ class PocketEditConsistency:
         prompts: Sequence[str],  # ignored: the records hold the instructions
         records: Sequence[Mapping],  # one per image, as returned by `edit_record`
     ) -> torch.Tensor:  # (B,), float32, in [0, 1]
-        """Return the share of pixels in each image's `untouched_region` that are unchanged.
+        """Return the share of pixels in each image's `untouched_region` that are unchanged, up to 32 of 255 per channel.
 
-        Raises InputError for images of another size, and for a record that `read_edit_record` rejects.
+        Raises InputError for images of another size, for a record that `read_edit_record` rejects, and unless there is one
+        record per image.
         """
         scores = []
         for array, record in zip(_image_arrays(images, records), records, strict=True):

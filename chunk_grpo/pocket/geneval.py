@@ -35,7 +35,8 @@ def _tensor_to_numpy(
 ) -> np.ndarray:  # (B, H, W, 3), uint8
     """Convert a tensor of images to a uint8 array.
 
-    Raises InputError if its shape, dtype or range is wrong.
+    Raises InputError for another shape or dtype, for images without pixels, and if a float is NaN or outside
+    [-0.01, 1.01]; floats within this margin are clamped to [0, 1].
     """
     x = images.detach().cpu()
     if x.ndim != 4 or x.shape[1] != 3 or 0 in x.shape[2:]:
@@ -56,11 +57,12 @@ def _tensor_to_numpy(
 
 
 def images_to_numpy(
-    images: _Images,  # PIL; or (B, 3, H, W), float in [0, 1] or uint8
+    # one or more PIL images of one size; or a tensor (B, 3, H, W), float in [0, 1] or uint8
+    images: _Images,
 ) -> np.ndarray:  # (B, H, W, 3), uint8
     """Convert PIL images or a tensor of images to one uint8 array.
 
-    Raises InputError for any other type, for a tensor of the wrong shape, dtype or range, and for images of different sizes.
+    Raises InputError for anything else: another type, a tensor of another shape, dtype or range, images of several sizes.
     """
     if isinstance(images, torch.Tensor):
         return _tensor_to_numpy(images)
@@ -78,7 +80,7 @@ def images_to_numpy(
 def _hue_angle(
     rgb: np.ndarray,  # (..., 3), 0 to 255
 ) -> np.ndarray:  # (...), radians
-    """Return the hue of colours as an angle, which does not change if grey is added."""
+    """Return the hue of colours as the angle atan2(sqrt(3) (G - B), 2 R - G - B), which adding grey does not change."""
     r, g, b = (rgb[..., i].astype(np.float32) for i in range(3))
     return np.arctan2(np.sqrt(3) * (g - b), 2 * r - g - b)
 
@@ -86,7 +88,7 @@ def _hue_angle(
 def _angle_between(
     first: np.ndarray,  # radians
     second: np.ndarray,  # radians, of a shape that broadcasts with `first`
-) -> np.ndarray:  # radians, 0 to pi
+) -> np.ndarray:  # radians, 0 to pi, of the broadcast shape
     """Return the absolute difference of angles, the short way round the circle."""
     return np.abs((first - second + np.pi) % (2 * np.pi) - np.pi)
 
@@ -108,8 +110,11 @@ _MIN_HUE_SHARE = 0.8  # a larger share of an object's pixels must lie within tha
 
 def _coloured_components(
     array: np.ndarray,  # (B, H, W, 3), uint8
-) -> Iterator[tuple[int, str | None, np.ndarray]]:  # image index, colour, mask (H, W)
-    """Yield the connected coloured patches of all images; a patch of several colours has the colour None."""
+) -> Iterator[tuple[int, str | None, np.ndarray]]:  # image index, colour, bool mask (H, W)
+    """Yield each connected patch of at least 20 coloured pixels, image by image.
+
+    The colour is one of POCKET_COLOURS, or None if the patch has several.
+    """
     for image_index, chroma in enumerate(np.ptp(array, axis=-1)):
         label, count = ndimage.label(chroma >= _MIN_CHROMA, np.ones((3, 3)))
         for number in range(1, count + 1):
@@ -136,9 +141,9 @@ _MAX_ASPECT_RATIO = 1.4  # longer side over shorter
 
 def _stretch_to_grid(
     masks: np.ndarray,  # (N, H, W), bool, one patch each
-    # stretched masks (N, 16, 16), bool; boxes (N, 4): top, bottom, left and right
+    # stretched masks (N, 16, 16), bool; boxes (N, 4), pixels: top, bottom, left and right
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Stretch each patch to a grid of 16 x 16 cells by nearest neighbour, and return its box too."""
+    """Stretch the bounding box of each patch to 16 x 16 cells by nearest neighbour; return the stretched masks and the boxes."""
     boxes = [ndimage.find_objects(mask.astype(int))[0] for mask in masks]
     spans = np.array([(rows.start, rows.stop, cols.start, cols.stop) for rows, cols in boxes])
     cell = (np.arange(_GRID) + 0.5) / _GRID
@@ -148,10 +153,10 @@ def _stretch_to_grid(
 
 
 @cache
-def _shape_templates() -> np.ndarray:  # (radii * offsets^2 * shapes, 16, 16), bool
-    """Render every shape at several sizes and offsets, and return the stretched masks.
+def _shape_templates() -> np.ndarray:  # (384, 16, 16), bool: 4 sizes x 16 offsets x 6 shapes
+    """Render every shape at 4 sizes and 16 offsets, and return their masks, each stretched to 16 x 16 cells.
 
-    Shapes vary fastest, so the index of a template modulo the number of shapes gives the shape.
+    Template i shows the shape SHAPES[i % len(SHAPES)].
     """
     templates = []
     for (radius, blur), x, y in product(_RADII_BLURS, _OFFSETS, _OFFSETS):
@@ -167,10 +172,11 @@ def _shape_templates() -> np.ndarray:  # (radii * offsets^2 * shapes, 16, 16), b
 def detect_shapes(
     array: np.ndarray,  # (B, H, W, 3), uint8
 ) -> list[list[SceneObject | None]]:  # per image; None: a patch that matches no shape
-    """Detect the objects of every image.
+    """Detect the objects of every image: colour, shape, and centre and radius in pixels.
 
-    An object is a connected coloured patch. Its colour is the pocket world's nearest in hue, and its shape is that of
-    the template that it overlaps most.
+    An object is a connected coloured patch. Its colour is the one of POCKET_COLOURS that is nearest in hue, and its shape
+    that of the template with the largest intersection over union. A patch is None if it has several colours, if it is
+    elongated, or if no template overlaps it by at least 0.82.
     """
     things: list[list[SceneObject | None]] = [[] for _ in array]
     patches = list(_coloured_components(array))
@@ -204,11 +210,10 @@ def detect_shapes(
 
 
 def describe_objects(
-    things: Sequence[
-        SceneObject | None
-    ],  # objects in the image; None: a patch that matches no shape
+    # objects in the image, as `detect_shapes` returns them; None: a patch that matches no shape
+    things: Sequence[SceneObject | None],
 ) -> str:
-    """Describe in words what the checker detects in an image, such as "a red star, an unclear patch"."""
+    """Name the objects in words, such as "a red star, an unclear patch"; return "nothing" if there are none."""
     words = [
         "unclear patch" if thing is None else f"{thing.colour} {thing.shape}" for thing in things
     ]
@@ -223,9 +228,9 @@ def _detect_objects(
     images: _Images,  # PIL; or (B, 3, H, W), float in [0, 1] or uint8
     prompts: Sequence[str],  # only their number is checked
 ) -> list[list[SceneObject | None]]:  # per image; None: a patch that matches no shape
-    """Detect the objects of every image.
+    """Detect the objects of every image, as `detect_shapes` does.
 
-    Raises InputError unless there is one prompt per image.
+    Raises InputError unless there is one prompt per image, and for images that `images_to_numpy` rejects.
     """
     if len(images) != len(prompts):
         raise InputError(
@@ -236,14 +241,13 @@ def _detect_objects(
 
 def match_objects(
     spec: CaptionSpec,  # as returned by `parse_caption`
-    things: Sequence[
-        SceneObject | None
-    ],  # objects in the image; None: a patch that matches no shape
-    # match of each object of the caption, or None; number of unmatched objects in the image
+    # objects in the image, as `detect_shapes` returns them; None: a patch that matches no shape
+    things: Sequence[SceneObject | None],
+    # the match of each object of the caption, in its order, or None; number of unmatched entries of `things`
 ) -> tuple[list[SceneObject | None], int]:
-    """Assign to each object of a caption the object of an image that matches it, or None.
+    """Match each object of a caption with a different object of the image.
 
-    Objects of the right shape and colour are matched first, then those of the right shape alone.
+    Objects of the right shape and colour are matched first, then those of the right shape alone. Positions are ignored.
     """
     remaining = list(things)
     matches = [None] * len(spec.objects)
@@ -265,10 +269,9 @@ def match_objects(
 
 def objects_present(
     spec: CaptionSpec,  # as returned by `parse_caption`
-    things: Sequence[
-        SceneObject | None
-    ],  # objects in the image; None: a patch that matches no shape
-) -> list[bool]:  # one per object, in the order of the caption
+    # objects in the image, as `detect_shapes` returns them; None: a patch that matches no shape
+    things: Sequence[SceneObject | None],
+) -> list[bool]:  # one per object of the caption, in its order
     """Return for each object of the caption whether the image shows it in the right shape and colour."""
     matches, _ = match_objects(spec, things)
     return [
@@ -283,11 +286,11 @@ class PocketGenEval:
     def __call__(
         self,
         images: _Images,  # PIL; or (B, 3, H, W), float in [0, 1] or uint8
-        prompts: Sequence[str],  # one per image, each a caption of the grammar
+        prompts: Sequence[str],  # one per image, such as "a red star and a blue ring"
     ) -> torch.Tensor:  # (B,), float32, 0 or 1
         """Return 1 for each image that shows exactly what its prompt describes, otherwise 0.
 
-        Raises InputError for a prompt outside the grammar.
+        Raises InputError for a prompt that `parse_caption` rejects, and unless there is one prompt per image.
         """
         pairs = zip(prompts, _detect_objects(images, prompts), strict=True)
         verdicts = [matches_caption(parse_caption(prompt), things) for prompt, things in pairs]
@@ -296,30 +299,29 @@ class PocketGenEval:
     def objects(
         self,
         images: _Images,  # PIL; or (B, 3, H, W), float in [0, 1] or uint8
-        prompts: Sequence[str],  # one per image, each a caption of the grammar
-    ) -> list[list[bool]]:  # per image, in the order of its prompt
+        prompts: Sequence[str],  # one per image, such as "a red star and a blue ring"
+    ) -> list[list[bool]]:  # per image: one entry per object of its prompt, in the prompt's order
         """Return for each image which objects of its prompt it shows; other objects in the image are ignored.
 
-        Raises InputError for a prompt outside the grammar.
+        Raises InputError for a prompt that `parse_caption` rejects, and unless there is one prompt per image.
         """
         pairs = zip(prompts, _detect_objects(images, prompts), strict=True)
         return [objects_present(parse_caption(prompt), things) for prompt, things in pairs]
 
     def category(self, prompt: str) -> str:  # one of POCKET_CATEGORIES
-        """Return the GenEval category of a prompt."""
+        """Return the GenEval category of a prompt; raise InputError if `parse_caption` rejects it."""
         return parse_caption(prompt).category
 
 # %% ../../nbs/01_pocket/02_geneval.ipynb #89580347
 def caption_match_score(
     spec: CaptionSpec,  # as returned by `parse_caption`
-    things: Sequence[
-        SceneObject | None
-    ],  # objects in the image; None: a patch that matches no shape
+    # objects in the image, as `detect_shapes` returns them; None: a patch that matches no shape
+    things: Sequence[SceneObject | None],
 ) -> float:  # 0 to 1
-    """Return how much of a caption an image shows, lowered by every object that the caption does not describe.
+    """Return the share of a caption's facts that are true of an image, lowered by every surplus object.
 
     A caption states n facts: each shape, each colour that it names, and its relation. If k of them are true of
-    the image, and the image shows m other objects, the score is k / (n + m). It is 1 only if the image shows
+    the image, and the image shows m unmatched objects, the score is k / (n + m). It is 1 only if the image shows
     exactly what the caption describes, and 0 for an image without objects.
     """
     matches, unmatched_count = match_objects(spec, things)
@@ -338,11 +340,11 @@ class PocketPartial:
     def __call__(
         self,
         images: _Images,  # PIL; or (B, 3, H, W), float in [0, 1] or uint8
-        prompts: Sequence[str],  # one per image, each a caption of the grammar
+        prompts: Sequence[str],  # one per image, such as "a red star and a blue ring"
     ) -> torch.Tensor:  # (B,), float32, in [0, 1]
         """Return the `caption_match_score` of each image and its prompt.
 
-        Raises InputError for a prompt outside the grammar.
+        Raises InputError for a prompt that `parse_caption` rejects, and unless there is one prompt per image.
         """
         pairs = zip(map(parse_caption, prompts), _detect_objects(images, prompts), strict=True)
         return torch.tensor([caption_match_score(*pair) for pair in pairs], dtype=torch.float32)
@@ -355,14 +357,18 @@ _LARGEST_RADIUS = 22.0  # of an object that counts, pixels
 
 
 class PocketWarm:
-    """Reward an image with the share of its objects that are red or yellow, and ignore its prompt."""
+    """Reward an image with the share of its objects that are red or yellow; the prompt does not matter."""
 
     def __call__(
         self,
         images: _Images,  # PIL; or (B, 3, H, W), float in [0, 1] or uint8
         prompts: Sequence[str],  # one per image; only their number is checked
     ) -> torch.Tensor:  # (B,), float32, in [0, 1]
-        """Return the share of red and yellow objects of each image, 0 for an image without objects."""
+        """Return for each image the share of its patches that are warm objects; 0 if it has no patch.
+
+        A patch is an entry of `detect_shapes`. A warm object is red or yellow and has a radius of at most 22 pixels.
+        Raises InputError unless there is one prompt per image.
+        """
         scores = []
         for things in _detect_objects(images, prompts):
             is_warm = [

@@ -21,14 +21,13 @@ _LARGEST_RADIUS = 22 / 64
 
 
 def mean_vertical_position(
-    things: Sequence[
-        SceneObject | None
-    ],  # objects in the image; None: a patch that matches no shape
+    # objects in the image, as `detect_shapes` returns them; None: a patch that matches no shape
+    things: Sequence[SceneObject | None],
     side: int,  # height of the image, pixels
 ) -> float:  # from 0 at the upper edge to 1 at the lower one
-    """Return how low the well-formed objects of an image are, as the mean position of their centres.
+    """Return the mean vertical position of the centres of an image's well-formed objects, divided by its height.
 
-    Objects larger than those of the pocket world are ignored. An image without objects gets 0.
+    Objects larger than those of the pocket world (radius above 22/64 of the height) are ignored. Without objects, it is 0.
     """
     positions = [
         thing.y / side
@@ -42,9 +41,9 @@ def _images_as_numpy(
     images: Sequence[Image.Image] | torch.Tensor,  # PIL; or (B, 3, H, W), in [0, 1] or uint8
     prompts: Sequence[str],  # only their number is checked
 ) -> np.ndarray:  # (B, H, W, 3), uint8
-    """Convert images to a uint8 array.
+    """Convert images to a uint8 array; without images, its shape is (0, 1, 1, 3).
 
-    Raises InputError unless there is one prompt per image.
+    Raises InputError unless there is one prompt per image, and for images that `images_to_numpy` rejects.
     """
     if len(images) != len(prompts):
         raise InputError(
@@ -54,7 +53,7 @@ def _images_as_numpy(
 
 
 class PocketLow:
-    """Reward an image by how low its objects are, and ignore its prompt."""
+    """Reward an image by how low its objects are; the prompt does not matter."""
 
     def __call__(
         self,
@@ -63,7 +62,7 @@ class PocketLow:
     ) -> torch.Tensor:  # (B,), float32, in [0, 1]
         """Return the `mean_vertical_position` of each image's objects.
 
-        Raises InputError for images of any other kind, and unless there is one prompt per image.
+        Raises InputError unless there is one prompt per image, and for images that `images_to_numpy` rejects.
         """
         array = _images_as_numpy(images, prompts)
         scores = [mean_vertical_position(things, array.shape[1]) for things in detect_shapes(array)]
@@ -74,16 +73,17 @@ _MIN_CHROMA = 40  # of 255; pixels with less are background
 
 
 class PocketLowPixels:
-    """Reward an image by how low its coloured pixels are: a proxy of `PocketLow` that detects no objects."""
+    """Reward an image by how low its coloured pixels are: a proxy of `PocketLow` that does not detect objects."""
 
     def __call__(
         self,
         images: Sequence[Image.Image] | torch.Tensor,  # PIL; or (B, 3, H, W), in [0, 1] or uint8
         prompts: Sequence[str],  # one per image; only their number is checked
     ) -> torch.Tensor:  # (B,), float32, in [0, 1]
-        """Return the mean vertical position of each image's coloured pixels, weighted by chroma; 0 if there are none.
+        """Return the mean vertical position of each image's coloured pixels, from 0 (top) to 1 (bottom); 0 without any.
 
-        Raises InputError for images of any other kind, and unless there is one prompt per image.
+        A pixel is weighted by its chroma, the difference of its largest and its smallest channel, if that is at least 40.
+        Raises InputError unless there is one prompt per image, and for images that `images_to_numpy` rejects.
         """
         chroma = np.ptp(_images_as_numpy(images, prompts), axis=-1).astype(np.float64)  # (B, H, W)
         chroma[chroma < _MIN_CHROMA] = 0

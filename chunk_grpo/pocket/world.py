@@ -71,21 +71,23 @@ _PREFIX = re.compile(f"({'|'.join(filter(None, CAPTION_PREFIXES))}){{0,2}}")
 # %% ../../nbs/01_pocket/01_world.ipynb #86a60337
 @dataclass(frozen=True)
 class CaptionSpec:
-    """Describe what a caption requires: its objects, their relation, and its GenEval category."""
+    """Describe what a caption requires of an image: objects, and the relation between them."""
 
-    category: str  # one of POCKET_CATEGORIES
+    category: str  # GenEval category of the caption, one of POCKET_CATEGORIES
     objects: tuple[
         tuple[str, str | None], ...
     ]  # (shape, colour) of each object; colour None: any colour
-    relation: str | None = None  # of the first object to the second, one of RELATIONS
+    relation: str | None = None  # of the first object to the second, one of RELATIONS; None: any
 
 
 def parse_caption(
     caption: str,  # in lower case, such as "a photo of two stars"
 ) -> CaptionSpec:
-    """Return what a caption requires of an image.
+    """Parse a caption into its category, its objects and their relation.
 
-    Raises InputError if the caption does not follow the grammar or has more than PROMPT_WORDS words.
+    For example, "a photo of two stars" gives CaptionSpec("counting", (("star", None), ("star", None))). Up to two of
+    CAPTION_PREFIXES may precede the caption. Raises InputError if the rest matches none of the six patterns of
+    _CAPTION_PATTERNS, or if the caption has more than PROMPT_WORDS words, that is 10.
     """
     if len(caption.split()) > PROMPT_WORDS:
         raise InputError(
@@ -121,22 +123,22 @@ class SceneObject:
     colour: str  # one of POCKET_COLOURS
     x: float  # centre from the left, pixels
     y: float  # centre from the top, pixels
-    radius: float  # half the side of its box, pixels
+    radius: float  # half the side of its bounding box, pixels
 
 
 @dataclass(frozen=True)
 class Scene:
     """Describe a picture before it is painted: its objects and its background."""
 
-    caption: str  # true of the scene as sampled; may be empty
-    things: tuple[SceneObject, ...]  # its objects
-    background: tuple[int, int] = (228, 228)  # grey at top and bottom, 0 to 255
+    caption: str  # the caption for which the scene was sampled; "" if there is none
+    things: tuple[SceneObject, ...]  # the objects that it shows
+    background: tuple[int, int] = (228, 228)  # grey at the top and at the bottom, 0 to 255
 
 
 def _polygon_corners(
     shape: str,  # square, triangle or cross; any other name: star
-) -> np.ndarray:  # (N, 2), x and y, in [-1, 1]
-    """Return the corners of a shape, scaled to fill the square from -1 to 1."""
+) -> np.ndarray:  # (N, 2), x to the right and y downwards, in [-1, 1]
+    """Return the corners of a shape in order, scaled so that its bounding box is the square from -1 to 1."""
     if shape == "square":
         return np.array([(-1, -1), (1, -1), (1, 1), (-1, 1)], float)
     if shape == "triangle":
@@ -173,8 +175,8 @@ def render_scene(
     scene: Scene,
     size: int = IMAGE_SIZE,  # side of the picture, pixels
     oversampling: int = 4,  # the picture is painted this many times larger, then averaged
-) -> Image.Image:  # RGB
-    """Return the picture of a scene, painted with smooth edges."""
+) -> Image.Image:  # RGB, `size` x `size`
+    """Return the picture of a scene: its objects, with smooth edges, on its background."""
     scale = size / IMAGE_SIZE * oversampling
     ramp = np.linspace(*scene.background, size * oversampling).round().astype(np.uint8)
     image = Image.fromarray(np.broadcast_to(ramp[:, None, None], (ramp.size, ramp.size, 3)).copy())
@@ -201,7 +203,9 @@ def spatial_relations(
 ) -> set[str]:  # a subset of RELATIONS
     """Return which of RELATIONS hold between `a` and `b`: "left of" means that `a` is left of `b`.
 
-    The rule is GenEval's; it depends on the offset of their centres. On a diagonal two relations hold.
+    GenEval's rule: take the offset from the centre of `b` to that of `a`, shrink each component by `margin` times the
+    summed widths, and divide by the length of the unshrunk offset. `a` is left of `b` if x is then below -1/2, and above it
+    if y is. On a diagonal two relations hold; none holds if the objects are too close.
     """
     offset = np.array([a.x - b.x, a.y - b.y])
     shrunk = np.sign(offset) * np.maximum(np.abs(offset) - margin * 2 * (a.radius + b.radius), 0)
@@ -212,9 +216,8 @@ def spatial_relations(
 
 def matches_caption(
     spec: CaptionSpec,  # as returned by `parse_caption`
-    things: Sequence[
-        SceneObject | None
-    ],  # objects in the image; None: a patch that matches no shape
+    # objects in the image, as `detect_shapes` returns them; None: a patch that matches no shape
+    things: Sequence[SceneObject | None],
 ) -> bool:
     """Return True if the image shows exactly what the caption describes, no more and no less."""
     if len(things) != len(spec.objects) or None in things:
@@ -244,7 +247,7 @@ _MIN_GAP = 4.0  # between the boxes of two objects, pixels
 
 
 def _have_clear_gaps(things: Sequence[SceneObject]) -> bool:
-    """Return True if the boxes of all pairs of objects are at least _MIN_GAP pixels apart."""
+    """Return True if the bounding boxes of any two objects are at least _MIN_GAP pixels apart, in x or in y."""
     for i, a in enumerate(things):
         for b in things[:i]:
             distance = max(abs(a.x - b.x), abs(a.y - b.y))
@@ -254,11 +257,11 @@ def _have_clear_gaps(things: Sequence[SceneObject]) -> bool:
 
 
 def _sample_layout(
-    count: int,  # number of objects
+    count: int,  # number of objects, 1 to 4
     free: bool,  # True: any position and size, and objects may overlap; False: on the grid
     rng: np.random.Generator,
 ) -> list[tuple[float, float, float]]:  # x, y and radius of each object, pixels
-    """Sample the centres and radii of `count` objects."""
+    """Sample the centres and radii of `count` objects: all of radius 13 on the grid, and of about equal size otherwise."""
     if free:
         low, high = _FREE_RADII[count]
         base = rng.uniform(low, high)
@@ -273,13 +276,14 @@ def _sample_layout(
 
 
 def sample_scene(
-    caption: str,  # that `parse_caption` accepts
+    caption: str,  # such as "a star left of a ring"
     rng: np.random.Generator,
     free: bool = False,  # True: any position and size, and a background gradient; False: on the grid
 ) -> Scene:
-    """Sample a scene for which the caption is true.
+    """Sample a scene for which the caption is true, with exactly the objects that the caption names.
 
-    Colours that the caption leaves open are sampled; counted objects share one colour.
+    Colours that the caption does not name are sampled; the objects of a caption such as "two stars" share one colour.
+    Raises InputError for a caption that `parse_caption` rejects.
     """
     spec = parse_caption(caption)
     names = list(POCKET_COLOURS)
@@ -300,9 +304,12 @@ def sample_scene(
 
 
 def sample_scene_image(
-    caption: str,  # that `parse_caption` accepts
+    caption: str,  # such as "a star left of a ring"
     rng: np.random.Generator,
-    free: bool = False,  # as in `sample_scene`
+    free: bool = False,  # True: any position and size; False: on the grid of two by two cells
 ) -> Image.Image:  # RGB, 64 x 64
-    """Sample and paint a picture for which the caption is true."""
+    """Sample a scene for which the caption is true, and return its picture.
+
+    Raises InputError for a caption that `parse_caption` rejects.
+    """
     return render_scene(sample_scene(caption, rng, free))

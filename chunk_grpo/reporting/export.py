@@ -28,10 +28,10 @@ from ..runs import run_folder
 
 # %% ../../nbs/12_reporting/06_export.ipynb #b77461c3
 def _copy_pipeline(
-    base: Path,  # folder of the base model
+    base: Path,  # folder of the base model, in diffusers' layout
     folder: Path,  # existing folder to copy into
 ) -> None:
-    """Copy the files of a diffusers pipeline except those of its transformer."""
+    """Copy model_index.json and the modules of a diffusers pipeline, except its transformer."""
     shutil.copyfile(base / "model_index.json", folder / "model_index.json")
     for name, classes in inputs.read_model_json(base, "model_index.json").items():
         # The index also lists options, and modules that this pipeline does not have.
@@ -45,8 +45,8 @@ def _export_adapter(
     run: Path,  # the run's folder
     weights: Path,  # a folder with the adapter, as training wrote it
     folder: Path,  # existing folder to write into
-    layout: str,  # one of `adapters.LAYOUTS`
-    base: Path,  # the model's folder
+    layout: str,  # diffusers, peft or kohya
+    base: Path,  # folder of the base model
     family: str,  # the setting `family`
 ) -> None:
     """Write a run's adapter in the given layout, and also the adapter that training started from, if there was one."""
@@ -69,13 +69,14 @@ def export_run(
     run: Path | str,  # a run's folder, finished or with a checkpoint
     folder: Path | str,  # a new folder
     trust: bool = False,  # load and copy the models that a run from another machine names, and quote its prompts
-    # layout of the adapter; ComfyUI reads kohya too
+    # format of the adapter's file; ComfyUI reads kohya too
     layout: Literal["diffusers", "peft", "kohya"] = "diffusers",
 ) -> Path:  # `folder`, as an absolute path
     """Export a run's newest weights, with a model card that explains how to sample with diffusers.
 
     An adapter is written with a scale of 1, so that every program that reads it computes the same. If all weights
-    were trained, the folder is a whole pipeline. Raises InputError for bad input.
+    were trained, the folder is a whole pipeline. Raises InputError if the folder is not new, the layout does not fit, the
+    weights are missing or damaged, or the run would load or copy what is not trusted.
     """
     run = run_folder.find_run(run)
     out = Path(os.path.abspath(folder))
@@ -140,7 +141,7 @@ def export_run(
 def check_hub_login(
     repo_id: str,  # NAME/REPOSITORY
 ) -> None:
-    """Raise InputError unless the name is valid for a repository and you are logged in at the hub.
+    """Raise InputError unless the name is valid for a repository and you are logged in to the hub.
 
     Also raises InputError if HF_HUB_OFFLINE is set. Connects to the hub.
     """
@@ -176,13 +177,13 @@ def check_hub_login(
 
 @checked(folder=path_argument())
 def push_to_hub(
-    folder: Path | str,  # as `export_run` writes it
+    folder: Path | str,  # a folder that `export_run` wrote
     repo_id: str,  # NAME/REPOSITORY; created if it does not exist
     private: bool = True,  # create a new repository as private; an existing one stays as it is
 ) -> str:  # address of the repository
-    """Upload an exported folder to a repository of the hub.
+    """Upload an exported folder to a repository of the hub, and return the repository's address.
 
-    Raises InputError if the hub rejects it; the folder stays as it is.
+    Raises InputError if the login, the connection or the hub fails; the folder stays as it is.
     """
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError

@@ -88,8 +88,8 @@ _STYLE = {
 }
 
 
-def method_colour(method: str) -> str:  # method: name of a method; unknown names get a colour too
-    """Return the hexadecimal colour of a method, which depends only on its name."""
+def method_colour(method: str) -> str:  # method: as `method_label` returns it, such as "chunk+ws"
+    """Return the colour of a method as text, such as "#0072B2"; it depends only on the name, which may be unknown."""
     name_hash = zlib.crc32(method.encode())  # the same in every process, unlike `hash`
     return METHOD_COLOURS.get(method) or FURTHER_COLOURS[name_hash % len(FURTHER_COLOURS)]
 
@@ -98,16 +98,18 @@ def create_subplots(
     columns: int = 1,  # panels side by side
     rows: int = 1,  # panels one above another
     size: tuple[float, float] = (7.0, 3.2),  # width and height, inches
-    **options,  # passed on to matplotlib's `subplots`
+    **options,  # passed on to matplotlib's `Figure.subplots`
 ) -> tuple[Figure, np.ndarray]:  # the figure, and its panels as an array (rows, columns)
-    """Create a figure with empty panels that pyplot does not keep open."""
+    """Create a figure with a grid of empty panels, without pyplot, which would keep it open."""
     figure = Figure(figsize=size, layout="constrained")
     FigureCanvasAgg(figure)
     return figure, figure.subplots(rows, columns, squeeze=False, **options)
 
 
-def with_house_style(draw: Callable) -> Callable:  # draw: a function that returns a figure, or None
-    """Decorate a function that returns a figure, so that the figure has the house style and shows dollar signs literally."""
+def with_house_style(
+    draw: Callable,  # a function whose result is a figure or None
+) -> Callable:  # takes the arguments of `draw`, and returns its figure
+    """Decorate a drawing function, so that its figure has the style _STYLE and shows dollar signs literally."""
 
     @functools.wraps(draw)
     def draw_in_style(*arguments, **options):
@@ -127,7 +129,7 @@ def shorten_name(
     name: str,  # of a reward, a run or a setting
     longest: int = 44,  # names of up to this many characters stay as they are
 ) -> str:
-    """Return the name, with its middle cut out if it is longer than `longest`."""
+    """Return the name, with its middle replaced by " ... " if it is longer than `longest`."""
     half = longest // 2 - 2
     return name if len(name) <= longest else f"{name[:half]} ... {name[-half:]}"
 
@@ -147,29 +149,29 @@ def display_figure(
     caption: str,  # one or two sentences; also the alternative text
     dpi: int = 160,  # pixels per inch
 ) -> None:
-    """Display a figure with its caption below, at 100 page pixels per inch."""
+    """Display a figure in a notebook, with its caption below; an inch is 100 CSS pixels wide on the page."""
     width = round(figure.get_size_inches()[0] * 100)
     display(Image(figure_to_png(figure, dpi), width=width, alt=caption))
     display(HTML(f'<p class="caption">{markup.escape(caption)}</p>'))
 
 # %% ../../nbs/12_reporting/00_figures.ipynb #44ba3dc6
 def metric_series(
-    metrics: pd.DataFrame,  # a row per iteration
-    name: str,  # a column of the metrics
-) -> pd.Series:  # indexed by iteration; empty if there is no such column
+    metrics: pd.DataFrame,  # a row per iteration, as `read_metrics` returns it
+    name: str,  # a column of the metrics, such as reward_mean
+) -> pd.Series:  # float, indexed by iteration; empty if there is no such column
     """Return the values of a metric by iteration, without missing ones."""
     return metrics.set_index("iteration").get(name, pd.Series(dtype=float)).dropna().astype(float)
 
 
 def draw_mean(
     axis: Axes,  # panel to draw in
-    metrics: pd.DataFrame,  # a row per iteration
-    name: str,  # a column of the metrics
+    metrics: pd.DataFrame,  # a row per iteration, as `read_metrics` returns it
+    name: str,  # a column of the metrics, such as reward_mean
     error: str,  # column of its standard error; "" or a missing column: no band
     colour: str,  # colour of line and band
     label: str,  # name of the line in the legend; empty: none
 ) -> None:
-    """Draw a metric as a line, with its 95% interval as a band if its standard error is known."""
+    """Draw a metric as a line over iterations, and its 95% interval (1.96 standard errors) as a band."""
     mean = metric_series(metrics, name)
     if len(mean):
         half_width = NORMAL_QUANTILE * metric_series(metrics, error).reindex(mean.index)
@@ -187,11 +189,15 @@ def draw_mean(
 
 def draw_held_out(
     axis: Axes,  # panel to draw in
-    metrics: pd.DataFrame,  # a row per iteration
+    metrics: pd.DataFrame,  # a row per iteration, as `read_metrics` returns it
     reward: str,  # name of a reward that was scored on held-out prompts
     colour: str,  # colour of the trained weights
 ) -> None:
-    """Draw held-out scores of trained weights and hybrid inference with 95% intervals, and the base as a dotted line."""
+    """Draw held-out scores of trained weights and hybrid inference with 95% intervals, and the base as a dotted line.
+
+    They are the columns eval_REWARD and eval_REWARD_hybrid, with their standard errors in the columns that end in _se. The
+    base is the first value of eval_REWARD. What was not measured is left out.
+    """
     column = f"eval_{reward}"
     # Shift the points of hybrid inference a little to the right, so that no interval hides another.
     offset = 0.008 * metrics.iteration.max()
@@ -227,9 +233,10 @@ def draw_held_out(
 # %% ../../nbs/12_reporting/00_figures.ipynb #d9d886ed
 @with_house_style
 def plot_profile(
-    profile: Mapping,  # keys: mean and std, (T,) each; kind of distance; chunks such as "2,3,4,7", or ""
+    # as `read_run_profile` returns it: mean and std, (T,) each; kind, such as "l1"; chunks, such as "2,3,4,7", or ""
+    profile: Mapping,
 ) -> Figure:
-    """Draw each transition's mean relative distance with its standard deviation, and the chunks as shaded blocks."""
+    """Draw each transition's mean relative distance (15) with its standard deviation, and the chunks as shaded blocks."""
     figure, ((axis,),) = create_subplots(size=(7.0, 3.0))
     mean = np.asarray(profile["mean"])
     std = np.asarray(profile["std"])
@@ -283,8 +290,8 @@ def read_image(file: Path) -> PIL.Image.Image:
 
 
 @functools.cache
-def _font_code_points(font_file: str) -> frozenset[int]:
-    """Return the Unicode code points of the letters that a font can draw."""
+def _font_code_points(font_file: str) -> frozenset[int]:  # font_file: path of a font
+    """Return the Unicode code points of the characters that a font can draw."""
     return frozenset(font_manager.get_font(font_file).get_charmap())
 
 
@@ -293,8 +300,8 @@ def choose_fonts(
 ) -> tuple[str, list[str]]:  # the text to draw, and the fonts to draw it with
     """Choose fonts for a text: the figures' usual font, and a second one for letters that it lacks, such as Chinese ones.
 
-    If no installed font has these letters, each is replaced by its Unicode code point, since matplotlib would draw
-    an empty box.
+    If no installed font has all these letters, each is replaced by its Unicode code point, such as \\u{4e2d}, since
+    matplotlib would draw an empty box.
     """
     usual_fonts = mpl.rcParams["font.family"]
     usual_code_points = _font_code_points(
@@ -321,7 +328,10 @@ def plot_image_grid(
     captions: Sequence[Sequence[str]] | None = None,  # a short text per image, drawn below it
     blocks: int = 1,  # number of blocks, side by side, into which the rows are split
 ) -> Figure:
-    """Draw a grid of images with a row per prompt and a column per arm."""
+    """Draw a grid of images with a row per prompt and a column per arm, and the prompts on the left.
+
+    Raises InputError if an image file cannot be read.
+    """
     # All lengths are in inches; positions are measured from the top left.
     inches = _INCHES
     side = inches["side"]
@@ -365,10 +375,10 @@ def plot_image_grid(
 
 # %% ../../nbs/12_reporting/00_figures.ipynb #9fe734b6
 def _choose_evenly_spaced_rows(
-    scores: pd.DataFrame,  # as for `plot_before_after`
-    count: int,  # number of prompts
+    scores: pd.DataFrame,  # a row per image, as for `plot_before_after`
+    count: int,  # largest number of prompts
 ) -> tuple[list[str], list[list]]:  # arms; and per prompt a list with one row of `scores` per arm
-    """Choose evenly spaced prompts, and return for each the rows of its first image from every arm."""
+    """Choose evenly spaced prompts; return the arms, and per prompt the row of its first image from each arm."""
     first = scores[scores.image_index == scores.image_index.min()]
     prompt_indices = sorted(first.prompt_index.unique())
     count = min(count, len(prompt_indices))
@@ -379,12 +389,17 @@ def _choose_evenly_spaced_rows(
 
 
 def plot_before_after(
-    scores: pd.DataFrame,  # a row per image: arm, prompt_index, image_index, prompt, file, scores
+    # a row per image, with the columns arm, prompt_index, image_index, prompt, file, and scores (reward -> score)
+    scores: pd.DataFrame,
     folder: Path,  # contains the image files
     name: str,  # reward whose scores are shown below the images
-    count: int = 6,  # prompts shown, one per row
+    count: int = 6,  # largest number of prompts, one per row
 ) -> Figure:
-    """Draw images of the same prompts and seeds from every arm of an evaluation."""
+    """Draw images of the same prompts and seeds from every arm of an evaluation, one arm per column.
+
+    The prompts are evenly spaced in the list. If `scores` has a column `source`, the files of images that a model edited,
+    these images come first. Raises InputError if an image cannot be read.
+    """
     arms, rows = _choose_evenly_spaced_rows(scores, count)
     images = [[file_of_run(folder, cell.file) for cell in row] for row in rows]
     columns = [ARM_LABELS[arm] for arm in arms]
@@ -408,11 +423,14 @@ def plot_before_after(
 
 
 def checker_notes(
-    scores: pd.DataFrame,  # as for `plot_before_after`
+    scores: pd.DataFrame,  # a row per image, as for `plot_before_after`
     folder: Path,  # contains the image files
-    count: int = 6,  # prompts, as in the figure
-) -> list[str]:  # one per rejected image of the figure; empty if the checker gave no scores
-    """Return a sentence per rejected image that states what the pocket world's checker detects in it."""
+    count: int = 6,  # largest number of prompts, as in the figure
+) -> list[str]:  # such as ["two rings, base: it sees a red ring"]
+    """Return a note for each image of `plot_before_after` that `pocket-geneval` scored 0, with the objects it detects.
+
+    The list is empty if that reward was not scored. Raises InputError if an image cannot be read.
+    """
     notes = []
     _, rows = _choose_evenly_spaced_rows(scores, count)
     for cell in itertools.chain.from_iterable(rows):
@@ -427,7 +445,8 @@ def checker_notes(
 # %% ../../nbs/12_reporting/00_figures.ipynb #5ffdbcf3
 @with_house_style
 def plot_deltas(
-    summary: Mapping[str, Mapping],  # reward -> {"plain-base": {mean, lo, hi}, ...}
+    # the rewards of an evaluation's summary: reward -> {"plain-base": {mean, lo, hi}, "hybrid-base": ..., ...}
+    summary: Mapping[str, Mapping],
     colour: str = METHOD_COLOURS["chunk"],  # colour of the trained weights
 ) -> Figure:
     """Draw each arm's difference from the base with its 95% interval, one panel per reward."""
@@ -474,11 +493,11 @@ def plot_deltas(
 
 @with_house_style
 def plot_categories(
-    arms: Mapping[str, Mapping[str, float]],  # arm -> category -> mean
+    arms: Mapping[str, Mapping[str, float]],  # arm -> category -> mean score
     name: str,  # name of the reward
     colour: str = METHOD_COLOURS["chunk"],  # colour of the trained weights
 ) -> Figure:
-    """Draw the mean score of every category, with a dot per arm."""
+    """Draw the mean score of every category as a row, with a dot per arm of ARM_LABELS."""
     colours = METHOD_COLOURS | {"plain": colour}
     arms = {arm: arms[arm] for arm in ARM_LABELS if arm in arms}
     categories = list(dict.fromkeys(c for values in arms.values() for c in values))[::-1]
@@ -505,11 +524,16 @@ def plot_categories(
 # %% ../../nbs/12_reporting/00_figures.ipynb #845b639a
 @with_house_style
 def plot_progress(
-    lines: Sequence[Mapping],  # of the metrics, one per iteration so far
+    # metrics so far, one mapping per iteration, as `read_metrics_lines` returns them
+    lines: Sequence[Mapping],
     settings: Settings,  # the run's settings
     name: str | None = None,  # reward whose held-out scores are drawn; None: draw none
 ) -> Figure:
-    """Draw the progress of a run so far, with the remaining time in the title."""
+    """Draw the reward so far and, beside it, the share of clipped ratios.
+
+    If the method clips no ratio, the gradient norm takes the place of that share. The title states the iteration, the time
+    so far and the remaining time.
+    """
     figure, (axes,) = create_subplots(2, size=(8.4, 2.9), gridspec_kw={"width_ratios": [2, 1]})
     metrics = pd.DataFrame(lines)
     colour = method_colour(method_label(settings))
@@ -556,29 +580,29 @@ def plot_progress(
 
 # %% ../../nbs/12_reporting/00_figures.ipynb #8a7f97e7
 class LiveFigure:
-    """Show a run's progress in one figure that is redrawn in place; call it with every new line of metrics."""
+    """Show a run's progress in one figure that is redrawn in place; call the object with the metrics of each iteration."""
 
     def __init__(
         self,
         settings: Settings,  # the run's settings
         interval: float = 2.0,  # minimum seconds between two drawings
     ):
-        """Prepare the figure, with the first training reward that is also scored on held-out prompts."""
+        """Prepare the figure, which shows the held-out scores of the first training reward among `eval_rewards`, if any."""
         self.settings = settings
         self.interval = interval
         self.name = next(
             (name for name in reward_weights(settings) if name in settings.eval_rewards), None
         )
-        self.lines = []  # of the metrics
+        self.lines = []  # metrics so far, one dict per iteration
         self.last_drawn = -math.inf  # time of the last drawing, s
         self.handle = None  # of the displayed figure
 
     def __call__(
         self,
-        line: Mapping,  # of the metrics
+        line: Mapping,  # metrics of one iteration
         settings: Settings | None = None,  # unused; a run passes it to every callback
     ) -> None:
-        """Add a line of metrics, and redraw the figure if `interval` has passed or the run has ended."""
+        """Add the metrics of an iteration, and redraw the figure if `interval` has passed or this is the last iteration."""
         # A resumed run may repeat iterations; the repeated ones replace the earlier ones.
         earlier = [old for old in self.lines if old["iteration"] < line["iteration"]]
         self.lines = earlier + [dict(line)]
@@ -601,7 +625,7 @@ class LiveFigure:
 
 def watch_run(
     run: str | Path,  # folder of a run that is in progress, or has ended
-    on_log: Callable | None = None,  # called with (line, settings); None: the live figure
+    on_log: Callable | None = None,  # called with (line, settings); None: a LiveFigure
     interval: float = 1.0,  # seconds between two reads of the folder
 ) -> str:  # finished, failed or interrupted
     """Follow a run by reading its folder until it has ended, and return its status."""

@@ -36,13 +36,14 @@ def is_hub_id(model: str) -> bool:
 
 
 def pipeline_options(
-    settings: setting.Settings,
-    pipeline: str,  # name of the pipeline's class in diffusers
+    settings: setting.Settings,  # of a run; the evaluation's steps, size and guidance are taken from it
+    pipeline: str,  # name of the pipeline's class in diffusers, such as FluxPipeline
     negative_prompt: str | None = None,  # None: the setting `negative_prompt`
 ) -> dict:
     """Return the arguments with which a diffusers pipeline samples as an evaluation does.
 
-    They do not include the prompt, the noise, or FLUX.2's negative prompt, which its pipeline takes only as embeddings.
+    They are num_inference_steps, height, width, max_sequence_length, and the pipeline's own ones for guidance and
+    size. They do not include the prompt, the noise, or FLUX.2's negative prompt, which its pipeline takes only as embeddings.
     """
     _, (guidance, true_cfg_scale) = setting.guidance_scales(settings)
     if negative_prompt is None:
@@ -79,7 +80,7 @@ def pipeline_options(
     return options
 
 # %% ../../nbs/12_reporting/05_model_card.ipynb #fc02ecb0
-def _markdown_table(rows: Sequence[Mapping]) -> str:  # rows: column -> anything
+def _markdown_table(rows: Sequence[Mapping]) -> str:  # rows: one or more, each column -> any value
     """Return rows as a Markdown table, in which every cell below the header is escaped as plain text."""
 
     def cell(value: object) -> str:
@@ -94,8 +95,8 @@ def _markdown_table(rows: Sequence[Mapping]) -> str:  # rows: column -> anything
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 # %% ../../nbs/12_reporting/05_model_card.ipynb #97d26d43
-def card_data(settings: setting.Settings) -> ModelCardData:
-    """Return the metadata of a model card, which the hub reads from its header."""
+def card_data(settings: setting.Settings) -> ModelCardData:  # settings: the run's
+    """Return a card's metadata, which the hub reads from its header: base model, licence, library, pipeline tag and tags."""
     base = settings.model if is_hub_id(settings.model) else None
     licence: dict[str, Any]
     if settings.model in POCKET_MODELS:
@@ -119,12 +120,15 @@ def card_data(settings: setting.Settings) -> ModelCardData:
 def model_card(
     run: Path,  # the run's folder
     settings: setting.Settings,  # the run's settings
-    weights: Path,  # as `find_newest_weights` returns it
+    weights: Path,  # folder of the weights: named final, or by the iteration of a checkpoint
     name: str,  # name of the exported folder
     trust: bool = False,  # quote prompts from a file that a run from another machine names
-    layout: str = "diffusers",  # layout of an adapter, one of `adapters.LAYOUTS`
-) -> str:
-    """Return the model card of a run's weights, the text of README.md."""
+    layout: str = "diffusers",  # layout of an adapter: diffusers, peft or kohya
+) -> str:  # Markdown with a YAML header
+    """Return the model card of a run's weights, the text of README.md: settings, scores, and code that samples.
+
+    A card of a checkpoint has no scores, since those of a run belong to its final weights.
+    """
     is_final = weights.name == "final"
     is_hub_base = is_hub_id(settings.model)
     # The scores are those of the final weights, so a card of a checkpoint has none.

@@ -59,7 +59,7 @@ def find_report_notebook(name: str | Path) -> Path:  # name of a shipped report,
 def report_parameters(
     name: str | Path,  # name of a shipped report, or a notebook file
 ) -> dict[str, dict]:  # keyed by parameter, such as {"type": "int", "default": 1, "help": "..."}
-    """Read the type, default and help of each parameter of a report notebook."""
+    """Read the type, default and help of each parameter of a report notebook; raise InputError if there is no such report."""
     import papermill  # here, since it takes a second
 
     parameters = {}
@@ -135,19 +135,19 @@ def _check_parameters(
 
 # %% ../../nbs/12_reporting/02_reports.ipynb #81bdb42b
 def _split_overrides(text: str) -> list[str]:
-    """Split a string of overrides, such as `a=1 b=/my models/c`, at the spaces before each name."""
+    """Split overrides at the spaces before each name: "a=1 b=/my models/c" gives ["a=1", "b=/my models/c"]."""
     if not text.strip():
         return []
     return re.split(r"\s+(?=[A-Za-z_][\w.]*=)", text.strip())
 
 
 def _split_commas(text: str) -> list[str]:
-    """Split a text at its commas, and drop surrounding spaces and empty parts."""
+    """Split a text at its commas, and drop surrounding spaces and empty parts: "a, b," gives ["a", "b"]."""
     return [part.strip() for part in text.split(",") if part.strip()]
 
 
 def _split_numbers(text: str) -> list[int | str]:
-    """Split a text at its commas, and convert the parts that are whole numbers."""
+    """Split a text at its commas, and convert whole numbers: "8, 16, x" gives [8, 16, "x"]."""
     is_integer = re.compile(r"-?[0-9]{1,9}").fullmatch
     return [int(part) if is_integer(part) else part for part in _split_commas(text)]
 
@@ -164,7 +164,7 @@ _LIST_SPLITTERS = {
 def _read_signature(
     cells: Sequence[str],  # sources of the executed cells
 ) -> dict[str, str]:  # name -> type
-    """Read a notebook's parameters and their types from the cells that hold only annotated assignments."""
+    """Read a notebook's parameters from the cells with nothing but annotated assignments, such as `count: int = 8`."""
     signature: dict[str, str] = {}
     for source in cells:
         try:
@@ -217,7 +217,7 @@ def _own_kernel_manager() -> type:
     from jupyter_client.manager import AsyncKernelManager
 
     class OwnKernelSpecs(KernelSpecManager):
-        """Find this interpreter's kernel under every name."""
+        """Return this interpreter's kernel, whatever name is asked for."""
 
         def get_kernel_spec(self, kernel_name: str) -> KernelSpec:
             """Return the specification of this interpreter's kernel."""
@@ -306,10 +306,10 @@ def _is_shown(output: dict) -> bool:  # output: of a cell
 
 
 def notebook_to_html(
-    source: str | Path,  # an executed notebook
+    source: str | Path,  # file of an executed notebook
     out: str | Path,  # file for the page
-) -> Path:  # the page
-    """Render a notebook as one HTML file that contains no code and no scripts, and loads nothing.
+) -> Path:  # `out`
+    """Render a notebook as one HTML file that contains no code and no scripts, and loads nothing from other files or hosts.
 
     Raises InputError if `source` is not a file.
     """
@@ -355,11 +355,12 @@ def write_report(
     name: str,  # name of a shipped report, or a notebook file
     out: str | Path,  # the page to write; the executed notebook is written next to it
     /,
-    **parameters,  # of the report
-) -> Path:  # the page
-    """Execute a report and render it as a page.
+    **parameters,  # parameters of the report by name
+) -> Path:  # `out`
+    """Execute a report notebook and render it as an HTML page.
 
-    Raises InputError if a parameter is wrong or a file cannot be written.
+    Raises InputError for a bad parameter, if a file cannot be written, or if a cell raises InputError. Raises RuntimeError
+    if a cell fails in another way.
     """
     out = Path(out)
     notebook = out.with_suffix(".ipynb")
@@ -375,7 +376,7 @@ def write_run_report(
 ) -> Path:  # the page
     """Write report.ipynb and report.html into a run's folder, or into its folder evaluation/ for an evaluation.
 
-    Raises InputError for another report, or if an evaluation is to be reported and there is none.
+    Raises InputError for another `name`, or if `name` is evaluate and the run was not evaluated.
     """
     run = find_run(run).resolve()
     # Called for its warning about settings of another version, since the kernel's warnings are not shown.
@@ -396,10 +397,12 @@ def write_run_report(
 # %% ../../nbs/12_reporting/02_reports.ipynb #0d6c9c4d
 def group_runs(
     runs: Sequence[Settings],  # settings of each run
-) -> list[
-    tuple[str, str, str]
-]:  # per run: name of its group, the group's letter, a label such as A2
-    """Group runs whose settings differ only in the seed, or in settings that do not affect the results."""
+    # per run: name of its group, such as "chunk, clip_range 4e-05"; letter of the group; label of the run, such as A2
+) -> list[tuple[str, str, str]]:
+    """Group runs whose settings differ only in the seed, or in settings that do not affect the results.
+
+    The latter are threads, tracker, checkpoint_every and keep_checkpoints.
+    """
     no_effect = {"seed", "threads", "tracker", "checkpoint_every", "keep_checkpoints"}
     settings = [s.model_dump(mode="json", exclude=no_effect) for s in runs]
     methods = [method_label(s) for s in runs]
@@ -430,7 +433,7 @@ def group_runs(
 
 # %% ../../nbs/12_reporting/02_reports.ipynb #51e3180b
 def run_cost(run: Path) -> dict[str, float]:  # run: a run's folder
-    """Return the cost of a run so far from its metrics: trained transitions, images and seconds.
+    """Return the cost of a run so far from its metrics, with the keys transitions (trained ones), images and seconds.
 
     All are 0 if the run has no metrics yet.
     """
@@ -446,7 +449,8 @@ def run_cost(run: Path) -> dict[str, float]:  # run: a run's folder
 def compare_runs(runs: Sequence[str | Path]) -> pd.DataFrame:  # runs: run folders
     """Return a table with a row per run and reward: the means of base and trained weights, their difference, and the cost.
 
-    Raises InputError if a run was not evaluated.
+    The columns are run, group, letter, label, method, seed, transitions, images, seconds, reward, base, trained, delta, lo,
+    hi, hybrid_delta, as_trained_delta and trained_on. Raises InputError if a run was not evaluated.
     """
     rows = []
     settings = [read_run_settings(run) for run in runs]

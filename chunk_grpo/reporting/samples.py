@@ -33,9 +33,13 @@ from ..training.rollout import derive_seed
 # %% ../../nbs/12_reporting/04_samples.ipynb #af9703b6
 def choose_arms(
     settings: setting.Settings,  # the evaluation's settings
-    names: Sequence[str] = (),  # names of arms; empty: those that are sampled along the ODE
+    # among base, plain or trained, hybrid, base-as-trained, as-trained; empty: those that are sampled along the ODE
+    names: Sequence[str] = (),
 ) -> dict[str, int | None]:  # arm -> step at which the base takes over; None: never
-    """Return the arms with these names; raise InputError for an unknown arm."""
+    """Return the arms with these names, in this order, with `trained` renamed to `plain`.
+
+    Raises InputError for an unknown arm, and for hybrid unless `hybrid_split` is from 1 to `eval_steps` - 1.
+    """
     known = evaluating.ode_arms(settings) | run_images.AS_TRAINED_ARMS
     requested = ["plain" if name == "trained" else name for name in names]
     for name in requested:
@@ -50,15 +54,16 @@ def choose_arms(
 
 # %% ../../nbs/12_reporting/04_samples.ipynb #43eba675
 def sample_run_images(
-    model: Policy,  # as `load_trained_policy` returns it
+    model: Policy,  # as `run_images.load_trained_policy` returns it
     settings: setting.Settings,  # the evaluation's settings
     prompts: Sequence[str],  # each gets one image per arm and seed
     arms: Mapping[str, int | None],  # as `choose_arms` returns them
     seeds: Sequence[int],  # each gives one image per prompt and arm
 ) -> Iterator[dict]:  # keys: prompt, number, arm, split, seed, generator_seed, image
-    """Yield a dictionary with one sampled image for every prompt, arm and seed.
+    """Yield a dictionary with one sampled image for every prompt, arm and seed, prompt by prompt.
 
-    `number` is the position of the prompt in `prompts`, and `image` a PIL image.
+    `number` is the position of the prompt in `prompts`, `split` the step at which the base takes over (None: never), and
+    `image` a PIL image. For the arms of the ODE, a torch.Generator with the seed `generator_seed` gives the initial latents.
     """
     model.set_resolution(settings.eval_resolution).encode(list(dict.fromkeys(prompts)))
     held_out = read_held_out_prompts(settings)
@@ -109,11 +114,11 @@ def _draw_contact_sheet(
 
 # %% ../../nbs/12_reporting/04_samples.ipynb #b9497d63
 def _check_sample_arguments(
-    prompts: Sequence[str],
-    seeds: Sequence[int],
+    prompts: Sequence[str],  # texts, or ImagePrompts for a model that edits images
+    seeds: Sequence[int],  # from 0 to 2^63 - 1
     out: Path | None,  # folder for the images; None: no files
 ) -> None:
-    """Raise InputError unless there are prompts, all seeds are distinct whole numbers, and the folder is new."""
+    """Raise InputError unless there are prompts, none empty, all seeds are distinct and allowed, and the folder is new."""
     is_valid = (
         not isinstance(prompts, str)
         and prompts
@@ -135,7 +140,7 @@ def _check_sample_arguments(
 
 
 def _check_source_images(
-    prompts: Sequence[str],
+    prompts: Sequence[str],  # texts, or ImagePrompts, which have a source image
     settings: setting.Settings,  # the evaluation's settings
 ) -> None:
     """Raise InputError if the model edits images and a prompt has no source image."""
@@ -150,12 +155,12 @@ def _check_source_images(
 
 def _write_samples(
     folder: Path,  # an existing folder to write into
-    images: Sequence[Mapping],  # as `sample_run_images` yields them, each with its file name
+    images: Sequence[Mapping],  # as `sample_run_images` yields them, with the further key file
     run: Path,  # a run's folder
-    weights: Path,  # as `find_newest_weights` returns it
+    weights: Path,  # folder of the weights: named final, or by the iteration of a checkpoint
     settings: setting.Settings,  # the evaluation's settings
 ) -> None:
-    """Write samples.json and the contact sheet of sampled images into their folder."""
+    """Write samples.json, which records how each image was made, and contact-sheet.png into a folder."""
     records = []
     for sample in images:
         record = {key: sample[key] for key in sample if key not in ("image", "number")}
@@ -186,18 +191,20 @@ def _write_samples(
 )
 def sample_run(
     run: Path | str,  # a run's folder, finished or with a checkpoint
-    prompts: Sequence[str],  # at least one
-    arms: Sequence[str] = (),  # names, as for `choose_arms`; empty: those sampled along the ODE
-    seeds: Sequence[int] = (),  # empty: the seed of the run's evaluation
+    prompts: Sequence[str],  # at least one, such as ["a red star"]
+    # among base, plain or trained, hybrid, base-as-trained, as-trained; empty: those that are sampled along the ODE
+    arms: Sequence[str] = (),
+    seeds: Sequence[int] = (),  # one image each; empty: only the seed of the run's evaluation
     out: Path | str | None = None,  # a new folder for images and a contact sheet; None: no files
     changes: Mapping | Sequence[str] = (),  # evaluation settings to change, like {"eval_steps": 20}
     log: Callable[[str], None] = lambda text: None,  # called with each line of progress
     trust: bool = False,  # load the models and run the code that a run from another machine names
-) -> list[dict]:  # one per image
-    """Sample images of your prompts with a run's newest weights.
+) -> list[dict]:  # a dictionary per image
+    """Sample images of your prompts with a run's newest weights, one per prompt, arm and seed.
 
-    Each image is a dictionary as `sample_run_images` yields it, with the key `file` too if files are written.
-    Raises InputError for bad input, before any weight is loaded.
+    Each image is a dictionary with the keys prompt, number (position in `prompts`), arm, split, seed, generator_seed, image
+    (a PIL image) and, if files are written, file. Raises InputError for bad arguments, for a run that is not trusted, and if
+    its weights, model or held-out prompts are missing or changed; all are checked before the weights are loaded.
     """
     run = Path(run)
     settings = evaluating.evaluation_settings(run, changes)
@@ -253,13 +260,14 @@ def sample_run(
 def sample_widget(
     run: Path | str,  # a run's folder, finished or with a checkpoint
     prompt: str = "",  # initial prompt; empty: the first held-out prompt
-    arms: Sequence[str] = (),  # as for `sample_run`
-    changes: Mapping | Sequence[str] = (),  # evaluation settings to change
+    arms: Sequence[str] = (),  # names of arms, as for `sample_run`
+    changes: Mapping | Sequence[str] = (),  # evaluation settings to change, like {"eval_steps": 20}
     trust: bool = False,  # load the models and run the code that a run from another machine names
 ) -> SnapshotBox:  # its value is the list of the images shown, as `sample_run_images` yields them
     """Return a widget with fields for a prompt and a seed, which samples and shows the image of each arm.
 
-    Raises InputError for bad arguments.
+    It samples once when it is created, and again whenever its button is pressed. Raises InputError for bad arguments and
+    for a run that is not trusted.
     """
     settings = evaluating.evaluation_settings(run, changes)
     run_folder.check_trust(run, trust, action="sampling from", loads_rewards=False)

@@ -20,7 +20,7 @@ from .figures import ARM_LABELS
 
 # %% ../../nbs/12_reporting/01_tables.ipynb #35eb0a31
 def format_number(
-    x: float | None,  # None: unknown
+    x: float | None,  # a number; None: unknown
     digits: int = 3,  # decimal places
     signed: bool = False,  # with a plus sign for positive numbers
 ) -> str:
@@ -31,8 +31,8 @@ def format_number(
     return f"{x:{sign}.{digits}f}".replace("-", "\u2212")
 
 
-def format_small_number(x: float | None) -> str:  # x: None: unknown
-    """Format a small number with two significant digits, such as 3.2e\u22126."""
+def format_small_number(x: float | None) -> str:  # x: a number; None: unknown
+    """Format a number with two significant digits, such as 3.2e\u22126, or return a dash if it is None, infinite or NaN."""
     if x is None or not math.isfinite(x):
         return "\u2013"
     return f"{x:.2g}".replace("e-0", "e-").replace("-", "\u2212")
@@ -57,15 +57,15 @@ def format_interval(
 
 
 def format_seconds(seconds: float) -> str:
-    """Format a time as seconds below two minutes, as minutes below two hours, else as hours and minutes."""
+    """Format a time: "4.3 s" below two minutes, "4 min" below two hours, and otherwise "2 h 30 min"."""
     if seconds < 120:
         return f"{seconds:.1f} s"
     minutes = round(seconds / 60)
     return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60:02d} min"
 
 # %% ../../nbs/12_reporting/01_tables.ipynb #a8d2d9b1
-def _direction(value: Mapping) -> str:  # value: a difference, keyed by mean, lo, hi
-    """Return "up" or "down" if the 95% interval of a difference excludes 0, else "open"."""
+def _direction(value: Mapping) -> str:  # value: a difference, with the keys mean, lo and hi
+    """Return "up" or "down" if the 95% interval of a difference excludes 0; "open" if it does not, or is not known."""
     if value.get("lo") is None or value["lo"] <= 0 <= value["hi"]:
         return "open"
     return "up" if value["lo"] > 0 else "down"
@@ -73,10 +73,15 @@ def _direction(value: Mapping) -> str:  # value: a difference, keyed by mean, lo
 
 def describe_change(
     name: str,  # name of the reward
-    row: Mapping[str, Mapping],  # its arms and differences, as in an evaluation's summary
-    arm: str = "plain",  # arm compared with its base: plain, or as-trained
-) -> str:
-    """Describe in a sentence how one reward changed on held-out prompts."""
+    # its entry in an evaluation's summary: {"base": {mean, ...}, "plain": ..., "plain-base": {mean, lo, hi}, ...}
+    row: Mapping[str, Mapping],
+    arm: str = "plain",  # arm compared with its base, such as plain or as-trained
+) -> str:  # no capital and no full stop
+    """Describe in a sentence how the mean of one reward differs between an arm and its base.
+
+    For example: "pocket-clip rose from 0.547 to 0.661, a difference of +0.114 (95% interval +0.097 to +0.132)". The verb is
+    "went" if the interval does not exclude 0.
+    """
     base = row["base-as-trained" if arm == "as-trained" else "base"]
     delta = row[f"{arm}-base"]
     direction = _direction(delta)
@@ -90,9 +95,9 @@ def describe_change(
 
 
 def describe_directions(
-    rewards: Mapping[str, Mapping],  # reward -> arms and differences, as in a summary
-) -> str:
-    """List for each arm the rewards that rose and those that fell, where the interval of the difference excludes 0."""
+    rewards: Mapping[str, Mapping],  # reward -> its entry in a summary, as for `describe_change`
+) -> str:  # such as "trained: pocket-clip rose; hybrid: none"
+    """List for each arm the rewards that rose and those that fell, if the interval of the difference excludes 0."""
     arms = dict.fromkeys(arm for row in rewards.values() for arm in row if row.get(f"{arm}-base"))
     sentences = []
     for arm in arms:
@@ -110,10 +115,10 @@ def describe_directions(
 
 
 def describe_extremes(changes: Mapping[str, float]) -> str:  # changes: name -> change, not empty
-    """Describe the largest rise and the largest fall, or state that nothing rose or that nothing fell."""
+    """Describe the largest rise and the largest fall, such as "the largest rise is colors with +0.383, nothing fell"."""
 
     def describe(name: str) -> str:
-        """Return a name and its change."""
+        """Return a name and its change, such as "colors with +0.383"."""
         return f"{name.replace('_', ' ')} with {format_number(changes[name], signed=True)}"
 
     high = max(changes, key=changes.get)
@@ -138,7 +143,10 @@ def render_template(
     /,
     **values,  # the template's variables
 ) -> str:
-    """Return a template of the package with its variables filled in; an HTML template escapes the values."""
+    """Return the text of a template with its variables filled in; an HTML template escapes the values.
+
+    Raises jinja2.UndefinedError if the template uses a variable that is not given.
+    """
     return _TEMPLATES.get_template(template).render(values)
 
 
@@ -147,7 +155,7 @@ def rows_to_html(
     right: Sequence[str] = (),  # names of right-aligned columns, such as those of numbers
     marks: Sequence[Mapping] = (),  # per row: column -> "good" (green) or "bad" (red); empty: none
 ) -> str:
-    """Return rows as an HTML table."""
+    """Return rows as an HTML table, whose columns are the keys of the first row."""
     marks = marks or [{} for _ in rows]
     marked = list(zip(rows, marks, strict=True))
     names = list(rows[0]) if rows else []
@@ -178,9 +186,13 @@ def display_html(*parts: str) -> None:  # parts: HTML
 
 # %% ../../nbs/12_reporting/01_tables.ipynb #1b2689cc
 def evaluation_rows(
-    rewards: Mapping[str, Mapping],  # reward -> arms and differences, as in a summary
+    rewards: Mapping[str, Mapping],  # reward -> its entry in a summary, as for `describe_change`
 ) -> list[dict[str, str]]:  # one row per reward and arm
-    """Return table rows with the mean of each arm and its difference from its base, with 95% intervals."""
+    """Return table rows with the mean of each arm and its difference from its base, with 95% intervals.
+
+    The columns are reward, weights (the label of the arm), "mean (95% interval)", "difference to the base", and "excludes 0"
+    (yes, no, or "" for a base).
+    """
     rows = []
     for name, row in rewards.items():
         for arm, value in row.items():
@@ -207,7 +219,7 @@ def evaluation_rows(
 
 
 def evaluation_html(rewards: Mapping[str, Mapping]) -> str:  # rewards: as for `evaluation_rows`
-    """Return the rows of `evaluation_rows` as an HTML table, with the differences that exclude 0 coloured."""
+    """Return the rows of `evaluation_rows` as an HTML table; a difference that excludes 0 is green if positive, else red."""
     rows = evaluation_rows(rewards)
     marks = []
     for row in rows:
@@ -219,8 +231,10 @@ def evaluation_html(rewards: Mapping[str, Mapping]) -> str:  # rewards: as for `
     return rows_to_html(rows, ("mean (95% interval)", "difference to the base"), marks)
 
 
-def describe_as_trained_sampling(summary: Mapping) -> str:  # summary: of an evaluation
-    """Describe how the as-trained arms and their base were sampled; return "" if there are none."""
+def describe_as_trained_sampling(
+    summary: Mapping,  # of an evaluation, as `read_evaluation_summary` returns it
+) -> str:
+    """Describe in a sentence how the arms as-trained and base-as-trained were sampled; return "" if there are none."""
     sampling = summary.get("as_trained")
     if not sampling:
         return ""
@@ -235,10 +249,15 @@ def describe_as_trained_sampling(summary: Mapping) -> str:  # summary: of an eva
 
 
 def category_html(
-    values: Mapping,  # entry of a reward in an evaluation's summary, with the key categories
-    reported: Sequence[Mapping] = (),  # rows of `paper_table_rows`
+    # entry of a reward in a summary, with the keys categories (arm -> category -> mean) and, optionally, overall
+    values: Mapping,
+    # rows of `paper_table_rows`: category -> number, and a name under "row"
+    reported: Sequence[Mapping] = (),
 ) -> str:
-    """Return an HTML table of a reward's categories and their mean, with a column per arm and per row of the paper."""
+    """Return an HTML table of a reward's mean score per category, with a column per arm and per row of the paper's table.
+
+    A last row shows the overall scores if there are any.
+    """
     overall = values.get("overall") or {}
     columns = {}
     for arm, means in values["categories"].items():

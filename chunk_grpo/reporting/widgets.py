@@ -39,7 +39,10 @@ def move_boundary(
     index: int,  # of the boundary, from 0; it lies between chunks index + 1 and index + 2
     target: int,  # transition that the boundary moves to, from index + 1 to n - K + 1 + index
 ) -> Chunks:
-    """Return the chunks after a boundary has moved to another transition and pushed along the boundaries that it meets."""
+    """Return the chunks after a boundary has moved to another transition and pushed along the boundaries that it meets.
+
+    For example, moving boundary 0 of 2,3,4,7 to transition 8 gives 8,1,1,6. Raises InputError if a chunk would be empty.
+    """
     starts = [0]
     for j, chunk in enumerate(chunks.slices[1:]):
         # A boundary stays where it is unless a chunk between it and the moved one would then be empty.
@@ -56,9 +59,12 @@ def move_boundary(
 # %% ../../nbs/12_reporting/03_widgets.ipynb #7da2080f
 def chunk_weight_rows(
     chunks: Chunks,  # K chunks of n transitions
-    profile: Tensor,  # (n,), mean distance of each transition
+    profile: Tensor,  # (n,), mean distance (15) of each transition
 ) -> list[dict[str, str]]:  # one per chunk
-    """Return a table row per chunk, with the weight of its transitions in the objective and its sampling weight."""
+    """Return a table row per chunk: number, transitions, weight of each transition (13), sampling weight (16), and 1 / K.
+
+    The keys of a row are the headings of the table, and its values are texts. Raises InputError if the shapes do not fit.
+    """
     weights = step_weights(chunks)
     sampling_weights = chunk_weights(profile[None], chunks)[0].tolist()
     rows = []
@@ -88,12 +94,12 @@ class SnapshotBox(W.VBox):
         children: Sequence[W.Widget],  # from top to bottom
         page: Callable[[], str],  # returns the widget's present state as HTML
     ):
-        """Stack the widgets, and keep the function that writes the static HTML."""
+        """Stack the widgets, and store the function that returns their static HTML."""
         super().__init__(children)
         self.page = page
 
     def _repr_mimebundle_(self, **options) -> dict[str, object]:  # MIME type -> data
-        """Return the widget's view together with its static HTML."""
+        """Return the widget's view together with its static HTML; Jupyter calls this to display the widget."""
         return {**super()._repr_mimebundle_(**options), "text/html": self.page()}
 
 # %% ../../nbs/12_reporting/03_widgets.ipynb #b8dbf78d
@@ -106,7 +112,7 @@ def _png_html(
     width: int,  # on the page, pixels of CSS
     crisp: bool = False,  # True: enlarge without smoothing
 ) -> str:
-    """Return a PNG as an HTML image with the data embedded."""
+    """Return a PNG as an HTML <img> with the data embedded."""
     rendering = "image-rendering: pixelated;" if crisp else ""
     style = f"width: {width}px; max-width: 100%; margin: 0; {rendering}"
     return (
@@ -116,8 +122,8 @@ def _png_html(
 
 
 def gallery_html(
-    rows: Sequence[tuple[str, Sequence[np.ndarray]]],  # per row: label, images (H, W, 3)
-    columns: Sequence[str],  # labels above the images
+    rows: Sequence[tuple[str, Sequence[np.ndarray]]],  # per row: label, images (H, W, 3) uint8
+    columns: Sequence[str],  # labels above the images, one per image of a row
     width: int,  # of each image on the page, pixels of CSS
 ) -> str:  # HTML
     """Return images in rows and columns as HTML."""
@@ -140,7 +146,7 @@ _KNOB_RADIUS = 8  # pixels; the track of a slider is this much shorter at each e
 
 
 def _boundary_sliders(
-    chunks: Chunks,
+    chunks: Chunks,  # K chunks, which have K - 1 boundaries
     on_move: Callable[[int, int], None],  # called with a boundary's index and its new transition
     edges: Sequence[float],  # left ends of transitions 0 and n, as shares of the figure's width
 ) -> list[W.HBox]:
@@ -168,11 +174,11 @@ def _boundary_sliders(
 
 # %% ../../nbs/12_reporting/03_widgets.ipynb #a83145b9
 def chunk_editor(
-    profile: Mapping,  # a run's profile.json: mean and std of the distances, (T,) each, and their kind
+    profile: Mapping,  # as `read_run_profile` returns it: mean and std, (T,) each, and kind, such as "l1"
     chunks: str = "2,3,4,7",  # initial value of the setting `chunks`
     transitions: int | None = None,  # number of trained transitions, n; None: all but the last
 ) -> SnapshotBox:  # its value is the last valid Chunks
-    """Return a widget in which the user types the sizes of chunks, or moves their boundaries, below a plot of a profile.
+    """Return a widget with a plot of a profile, in which the user types the sizes of chunks or moves their boundaries.
 
     Raises InputError if the initial chunks or the profile cannot be used.
     """
@@ -195,7 +201,7 @@ def chunk_editor(
     table = W.HTML().add_class("jp-RenderedHTMLCommon")
 
     def move(j: int, transition: int) -> None:
-        """Write the chunks into the field after a slider was moved."""
+        """Write the new chunks into the field after the slider of boundary `j` was moved to `transition`."""
         # A change of the text moves the sliders too, and that must not write the text again.
         if transition != box.value.slices[j + 1].start:
             field.value = str(move_boundary(box.value, j, transition))
@@ -239,10 +245,10 @@ TRAJECTORY_VIEWS = ("latent x_t, decoded", "predicted image x_t \u2212 \u03c3 v,
 
 
 def _strips_html(
-    frames: Any,  # as for `trajectory_scrubber`
-    names: Sequence[str],  # names of the arms
+    frames: Any,  # a `profiles.TrajectoryFrames`, as for `trajectory_scrubber`
+    names: Sequence[str],  # names of the two arms, such as base and trained
     count: int = 6,  # number of steps shown per trajectory
-    max_prompts: int = 2,  # only the first ones are shown
+    max_prompts: int = 2,  # largest number of prompts; the first ones are shown
 ) -> str:
     """Return HTML that shows a few steps of the first prompts' trajectories side by side."""
     steps = np.unique(np.linspace(0, len(frames.sigmas) - 1, count).round().astype(int)).tolist()
@@ -265,7 +271,10 @@ def trajectory_scrubber(
     frames: Any,  # a `profiles.TrajectoryFrames`, whose module is not imported since it loads the models
     names: Sequence[str] = ("base", "trained"),  # names of the two arms
 ) -> SnapshotBox:  # its value is (prompt index, transitions done)
-    """Return a widget that shows one step of a trajectory at a time, with base and trained weights from the same noise."""
+    """Return a widget with a menu of prompts and a slider along the trajectory, which shows one step of it at a time.
+
+    It shows the decoded latent and the predicted image, each with base and with trained weights from the same noise.
+    """
     last = len(frames.sigmas) - 1
     style = {"description_width": "9em"}
     prompt = W.Dropdown(
@@ -305,11 +314,11 @@ def trajectory_scrubber(
 # %% ../../nbs/12_reporting/03_widgets.ipynb #f99e0af4
 def write_lab_notebook(
     run: Path | str,  # a run's folder
-    folder: Path | str = ".",  # existing folder for the notebook
-) -> Path:  # FOLDER/NAME.ipynb
+    folder: Path | str = ".",  # existing folder for the notebook, outside the run's folder
+) -> Path:  # FOLDER/NAME.ipynb, where NAME is that of the run's folder
     """Write a notebook with the widgets of a run, unless the file exists already.
 
-    Raises InputError if the folder does not exist, lies in the run's folder, or cannot be written to.
+    Raises InputError if `run` holds no run, or if the folder does not exist, lies in the run's folder, or cannot be written to.
     """
     run = run_folder.find_run(Path(run))
     folder = Path(folder)
@@ -338,7 +347,7 @@ def write_lab_notebook(
 def lab_command(
     file: Path,  # a notebook
     options: Sequence[str] = (),  # for JupyterLab, such as --no-browser
-) -> list[str]:
+) -> list[str]:  # program and arguments, as for `subprocess.run`
     """Return the command line that opens a notebook in JupyterLab, without importing from the working directory.
 
     Raises InputError if JupyterLab is not installed, as on many GPU hosts.
