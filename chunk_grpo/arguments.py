@@ -330,6 +330,7 @@ def checked(
     """
 
     def decorate(function):
+        """Return the function with a check of its arguments, or the class with a check of its constructor's arguments."""
         if isinstance(function, type):
             function.__init__ = checked(*rules, **explicit_types)(function.__init__)
             return function

@@ -170,9 +170,9 @@ def atomic_write(
 ) -> Iterator[Path]:  # the temporary path
     """Yield a temporary path to write to, and rename it to the final path at the end of the block.
 
-    The block must create a file or a folder at the temporary path. If it fails, nothing is left there, and the final path
-    is unchanged. Raises InputError if the disk is full, if the path cannot be written to, or if it is a folder that may not
-    be replaced.
+    The block must create a file or a folder at the temporary path. If it raises an exception, nothing is left there, and
+    the final path is unchanged. Raises InputError if the disk is full, if the path cannot be written to, or if it is a
+    folder that may not be replaced.
     """
     path = Path(path)
     temporary = temporary_path(path)
@@ -300,18 +300,16 @@ class RunInfo(TypedDict, total=False):
 
     settings: dict
     status: Literal["created", "running", "finished", "failed", "interrupted"]
-    error: str | None
+    error: str | None  # why the run failed
     run_id: str  # unique to this run
-    model_sha256: str
-    prompts_sha256: str
+    model_sha256: str  # of all files of the model
+    prompts_sha256: str  # of the training and evaluation prompts
     records_sha256: str  # only if the records of a prompt list have fields other than the prompt
     code: dict[str, dict[str, str]]  # code files that the settings name, from `user_code.find_code`
-    inputs: dict[
-        str, str
-    ]  # fingerprints of model and prompts that are quick to compute, to detect changes
+    inputs: dict[str, str]  # quickly computed fingerprints of model and prompts, to detect changes
     processes: Annotated[int, Field(ge=1)]
-    seconds: _NonNegativeFloat | None
-    started: float | None
+    seconds: _NonNegativeFloat | None  # duration of the run, without interruptions
+    started: float | None  # Unix time of the first start; None: not started yet
     versions: dict[str, str]  # from `machine.library_versions`
     machine: _RunMachine
     nodes: Annotated[int, Field(ge=1)]
@@ -431,9 +429,8 @@ def _parse_json(
     source: str | Path,  # the file, or a line of it, for error messages
     text: bytes,  # the JSON text
     schema: Any,  # a TypedDict such as RunInfo
-    required: tuple[
-        str, ...
-    ] = (),  # optional fields of the schema that must be present, and not {}
+    # optional fields of the schema that must be present, and not {}
+    required: tuple[str, ...] = (),
     parse_constant: Callable[[str], Any] = float,  # converts NaN and Infinity, which are not JSON
 ) -> Any:  # of the schema's type
     """Parse a JSON object and check it against a schema; raise InputError if it does not match."""

@@ -205,7 +205,7 @@ def changes_training(
 def check_environment_variables(
     compile: bool = False,  # whether the run compiles its transformer
 ) -> None:
-    """Raise InputError if an environment variable would change what a training run computes."""
+    """Raise InputError, which names the variable, if an environment variable would change what a training run computes."""
     for name in sorted(os.environ):
         if changes_training(name, os.environ[name], compile):
             advice = ""

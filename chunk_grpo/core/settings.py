@@ -1119,7 +1119,7 @@ def _check_learning_rates(settings: "Settings") -> None:
 
 
 def _check_attention(settings: "Settings") -> None:
-    """Raise InputError unless diffusers has an attention backend of this name."""
+    """Raise InputError unless the setting `attention` is native or names another attention backend of diffusers."""
     if settings.attention == "native":
         return
     # Imported here, since it imports torch, which takes seconds.
@@ -1136,9 +1136,9 @@ def _check_attention(settings: "Settings") -> None:
 
 
 def _check_combinations(settings: "Settings") -> None:
-    """Raise InputError if settings contradict each other, checking those rules that need no torch.
+    """Raise InputError if settings contradict each other; only the rules that need no torch are checked.
 
-    It imports torch only if `attention` is not native.
+    The function imports torch only if `attention` is not native.
     """
     updates = settings.updates_per_iteration
     images = settings.images_per_prompt
@@ -1468,7 +1468,7 @@ def _check_method(settings: "Settings") -> None:
 
 # %% ../../nbs/02_core/04_settings.ipynb #b4d4b7ef
 def method_label(settings: Any) -> str:  # "steps", "chunk", "chunk+ws", "nft", "Rank", ...
-    """Return a label for a run's method, by which figures choose a colour.
+    """Return a label for a run's method, by which figures choose its colour.
 
     The paper's method is labelled "steps" with chunks of one step, "chunk+ws" with weighted sampling of chunks, and "chunk"
     otherwise. The label of any other method is its name, or the name of its class.
@@ -1878,7 +1878,7 @@ def check_processes(
     settings: Settings,  # settings of the run
     processes: int,  # number of training processes
 ) -> None:
-    """Raise InputError unless `processes` divides `prompts_per_iteration` and is a multiple of `sharding_group`."""
+    """Raise InputError unless `processes` divides `prompts_per_iteration` and is a multiple of `sharding_group` (if not 0)."""
     if processes < 1 or settings.prompts_per_iteration % processes:
         raise InputError(
             "`processes` must be at least 1 and divide `prompts_per_iteration` "

@@ -121,7 +121,7 @@ def _one_value_per_prompt(
     """Reduce the m_p image scores of each prompt p to the number s + m_p / mean(m) * (s_p - s), equation (e).
 
     Here s_p is the prompt's mean score and s the mean over all images. The mean of the numbers is s, and their standard
-    error is that of s.
+    error is an estimate of that of s.
     """
     counts = np.array([len(prompt_scores) for prompt_scores in scores])
     means = np.array([np.mean(prompt_scores) for prompt_scores in scores])
@@ -246,16 +246,16 @@ def t_intervals(
 # %% ../../nbs/02_core/03_statistics.ipynb #438e8ba5
 def claim_verdict(
     interval: Mapping,  # bounds `lo` and `hi` of the effect; NaN or None if there is only one seed
-    direction: str,  # "above", "below" or "equal": the claim is that the effect is so relative to 0
+    direction: str,  # "above", "below" or "equal": how the effect compares with 0, by the claim
     smallest: float = 0.0,  # the smallest effect of interest, at least 0
     p: float = 0.0,  # p-value of the claim, after Holm's correction
 ) -> str:  # "holds", "does not hold" or "cannot tell"
     """Decide from an interval whether a claim about an effect holds.
 
-    A claim "above" does not hold if hi < smallest, and holds if lo > 0; "below" is its mirror image. A claim "equal" does
-    not hold if lo > smallest or hi < -smallest, and holds if both bounds lie between -smallest and smallest. A claim holds
-    only if p < 0.05, too. Raises InputError if the direction is not one of the three, if `smallest` is negative, or if it
-    is 0 for a claim of equality.
+    A claim "above" does not hold if hi < smallest, and otherwise holds if lo > 0; "below" is its mirror image. A claim
+    "equal" does not hold if lo > smallest or hi < -smallest, and holds if both bounds lie between -smallest and smallest.
+    In addition, a claim holds only if p < 0.05. Raises InputError if the direction is not one of the three, if `smallest`
+    is negative, or if it is 0 for a claim of equality.
     """
     lo, hi = interval["lo"], interval["hi"]
     is_equality = direction == "equal"

@@ -183,7 +183,8 @@ def phase_shares(
     settings: Settings,
     config: ModelConfig,
     device: DeviceSpec,
-    share: float | None = None,  # of the device's rate; None: measured or assumed
+    # share of the device's rate that a run reaches; None: measured or assumed
+    share: float | None = None,
 ) -> dict[str, RateShare]:  # keyed by phase: rollout, baseline, update, evaluation
     """Return the share of the device's rate that each phase of a run is expected to reach, from `rate_share`."""
     size = _typical_size(settings)
@@ -211,8 +212,9 @@ def iteration_seconds(
     settings: Settings,
     config: ModelConfig,
     device: DeviceSpec,
-    share: float | None = None,  # of the device's rate; None: measured or assumed
-    processes: int = 1,  # one per device
+    # share of the device's rate that a run reaches; None: measured or assumed
+    share: float | None = None,
+    processes: int = 1,  # number of processes, one per device
     counts: IterationCounts | None = None,  # None: those of `iteration_counts`
 ) -> dict[str, float]:  # keyed by phase: rollout, baseline (if there is one), update
     """Estimate how many seconds each phase of an iteration takes.

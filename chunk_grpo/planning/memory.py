@@ -51,7 +51,7 @@ def _count_linear_parameters(
 def training_memory(
     settings: Settings,
     config: ModelConfig,
-    processes: int = 1,  # among which images and sharded weights are divided
+    processes: int = 1,  # number of processes, which share images and sharded weights
 ) -> dict[str, int]:  # bytes, keyed by content
     """Estimate the device memory of one process for weights, optimizer, trajectories and activations.
 
@@ -108,7 +108,7 @@ REWARD_MODEL_SIZES = {  # reward -> number of parameters, bytes per parameter
 def peak_memory(
     settings: Settings,
     config: ModelConfig,
-    processes: int = 1,  # among which images and sharded weights are divided
+    processes: int = 1,  # number of processes, which share images and sharded weights
 ) -> tuple[int, dict[str, int]]:  # bytes at the peak; bytes keyed by content
     """Estimate the peak device memory of one process, with the autoencoder and reward models.
 

@@ -133,7 +133,7 @@ def row_json_key(
 
 def describe_counts(
     settings: Settings,
-    processes: int = 1,  # among which the images are divided
+    processes: int = 1,  # number of processes, which share the images
     counts: IterationCounts | None = None,  # None: those of `iteration_counts`
     # False: leave out the rows about prompt lists, because a run from elsewhere may name any file
     show_prompts: bool = True,
@@ -255,7 +255,7 @@ def _serve_rewards_by_url(settings: Settings) -> dict[str, dict]:  # value of `r
 def _merge_savings(
     settings: Settings,
     chosen: Sequence[dict],  # some of _SAVINGS, each of the form setting -> new value
-    processes: int,  # one per device
+    processes: int,  # number of processes, one per device
 ) -> dict | None:  # setting -> new value
     """Merge some savings into one dict of changed settings, or return None if the combination cannot be used.
 
@@ -293,7 +293,7 @@ def _find_savings(
     settings: Settings,
     config: ModelConfig,
     device: DeviceSpec,
-    processes: int = 1,  # one per device
+    processes: int = 1,  # number of processes, one per device
     # changed settings, or None if no set fits; peak bytes with them, or the fewest bytes found
 ) -> tuple[dict | None, int]:
     """Find the smallest set of savings (_SAVINGS) with which a run fits into a device's memory.
@@ -355,7 +355,7 @@ def _describe_device(
     config: ModelConfig,
     name: str,  # name of the device, as in `find_device`
     share: float | None,  # share of the device's rate that a run reaches; None: measured or assumed
-    processes: int,  # one per device
+    processes: int,  # number of processes, one per device
     counts: IterationCounts | None,  # None: those of `iteration_counts`
 ) -> list[tuple[str, str]]:  # rows of name and text
     """Describe whether a run fits into a device's memory, the bytes of each part, and how long the run takes."""
@@ -434,8 +434,8 @@ def _describe_device(
 # %% ../../nbs/06_planning/05_plan.ipynb #51e25ad7
 def estimate_numbers(
     settings: Settings,
-    rate: float,  # of matrix products on the device of one process, operations per second
-    processes: int = 1,  # one per device
+    rate: float,  # rate of matrix products on the device of one process, operations per second
+    processes: int = 1,  # number of processes, one per device
     counts: IterationCounts | None = None,  # None: those of `iteration_counts`
 ) -> dict:
     """Compute the numbers of a plan: counts, parameters, operations, bytes and seconds.
@@ -481,7 +481,7 @@ def estimate_numbers(
 @functools.cache
 def _describe_adapted_layers(
     config: ModelConfig,
-    rank: int,  # of the adapters
+    rank: int,  # rank of the adapters
     targets: tuple[str, ...],  # layers with an adapter; empty: the default of the model family
 ) -> str:
     """Describe the layers that get an adapter as patterns of their names, each with its number of layers."""
@@ -494,8 +494,8 @@ def _describe_adapted_layers(
 
 def describe_estimates(
     settings: Settings,
-    rate: float,  # of matrix products on the device of one process, operations per second
-    processes: int = 1,  # one per device
+    rate: float,  # rate of matrix products on the device of one process, operations per second
+    processes: int = 1,  # number of processes, one per device
     counts: IterationCounts | None = None,  # None: those of `iteration_counts`
     # name of a device, as in `find_device`, for its memory and time; "": the least time at the rate
     device: str = "",
@@ -605,8 +605,8 @@ def describe_estimates(
 def describe_measured(
     settings: Settings,
     lines: list[dict],  # the run's metrics, one dict per iteration
-    rate: float,  # of matrix products on the device of one process, operations per second
-    processes: int = 1,  # among which the images were divided
+    rate: float,  # rate of matrix products on the device of one process, operations per second
+    processes: int = 1,  # number of processes, which shared the images
     counts: IterationCounts | None = None,  # None: those of `iteration_counts`
 ) -> list[tuple[str, str]]:  # rows of name and text
     """Compare the measured time of each phase of a run with the least possible time at `rate`.
