@@ -38,7 +38,7 @@ def float_between(
     low: float | None = None,  # numbers must be at least this; None: no such limit
     high: float | None = None,  # numbers must be at most this; None: no such limit
 ) -> TypeAnnotation:
-    """Return a type annotation for finite numbers within limits."""
+    """Return a type annotation for finite numbers within the given limits."""
     from pydantic import Field
 
     all_limits = {"gt": above, "ge": low, "le": high}
@@ -51,7 +51,7 @@ def float_between(
 def text_list(
     min_count: int = 0,  # smallest length of the list, 0 or 1
 ) -> TypeAnnotation:
-    """Return a type annotation for lists of strings, none of which is empty."""
+    """Return a type annotation for lists of at least `min_count` strings, none of which is empty."""
     from pydantic import Field
 
     description = "a list of texts that are not empty"
@@ -151,11 +151,11 @@ def _describe_value(value: Any) -> str:
 
 
 class _Unused:
-    """A class without instances, which turns any annotation into a union without allowing further values."""
+    """A class that has no instances: the union of an annotation with it allows the same values as the annotation."""
 
 
 def _accept_instances(allowed: TypeAnnotation) -> TypeAnnotation:
-    """Change an annotation so that instances of pydantic models and dataclasses pass without a check of their fields."""
+    """Return the annotation, changed so that instances of its pydantic models and dataclasses are not checked field by field."""
     from pydantic import BaseModel, InstanceOf
 
     if isinstance(allowed, type) and (
@@ -209,7 +209,10 @@ def _find_signature_error(
     args: tuple,  # positional arguments of the call
     kwargs: dict,  # keyword arguments of the call
 ) -> InputError | None:  # None: the call fits the signature
-    """Return an error that names an argument of a call that the function does not take, or one that is missing."""
+    """Return an error if the arguments of a call do not fit the function's signature.
+
+    An example is "`stpes` is not an argument of sample; did you mean `steps`?".
+    """
     signature = inspect.signature(function)
     positional_only = {
         key
@@ -240,8 +243,8 @@ def _find_signature_error(
 
 def _comments_by_line(
     source: str,  # Python code
-) -> tuple[dict[int, str], set[int]]:  # line number -> comment; numbers of lines without code
-    """Return the comments in Python code by line number, and the numbers of the lines with a comment but no code."""
+) -> tuple[dict[int, str], set[int]]:  # line number -> comment; lines with only a comment
+    """Return the comments in Python code by line number, and the numbers of the lines that hold only a comment."""
     comments = {}
     comment_lines = set()
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
@@ -313,7 +316,7 @@ def describe_parameters(function: Callable) -> str:
 
 
 def checked(
-    # each takes the arguments by name; it returns an error sentence if they contradict each other
+    # each maps the arguments, keyed by parameter, to an error sentence if they contradict each other, else to None
     *rules: Callable[[Mapping[str, Any]], str | None],
     # parameter -> annotation to use instead of its own, or a function that returns the annotation
     **explicit_types: TypeAnnotation,
@@ -327,6 +330,7 @@ def checked(
     """
 
     def decorate(function):
+        """Return the function with a check of its arguments, or the class with a check of its constructor's arguments."""
         if isinstance(function, type):
             function.__init__ = checked(*rules, **explicit_types)(function.__init__)
             return function

@@ -55,7 +55,7 @@ def sync_to_disk(path: Path) -> None:
 
 
 def sync_tree(path: Path) -> None:
-    """Flush a file, or a folder and everything in it, to the disk."""
+    """Flush a file, or a folder and everything in it except symbolic links, to the disk."""
     entries = []
     if path.is_dir():
         entries = [entry for entry in path.rglob("*") if not entry.is_symlink()]
@@ -67,7 +67,7 @@ def sync_tree(path: Path) -> None:
 
 
 def make_folders(folder: Path) -> None:
-    """Create a folder and its missing parents, and flush their names to the disk."""
+    """Create a folder and its missing parents, and flush their names to the disk, so that they survive a power cut."""
     missing = [ancestor for ancestor in (folder, *folder.parents) if not ancestor.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     for ancestor in missing:
@@ -76,15 +76,16 @@ def make_folders(folder: Path) -> None:
 # %% ../../nbs/02_core/01_files.ipynb #e7ccb81d
 def temporary_path(
     path: Path,  # the final path of a file or folder
-    old: bool = False,  # True: return the path to which the file or folder that it replaces is moved
-) -> Path:  # in the same folder; the name contains the id of this process
+    # False: the path for the new content; True: the path to which the folder that it replaces is moved
+    old: bool = False,
+) -> Path:  # .NAME.PID.part or .NAME.old.PID.part in the same folder; PID: id of this process
     """Return the temporary path at which a file or folder is written before it is renamed to its final path."""
     suffix = ".old" if old else ""
     return path.with_name(f".{path.name}{suffix}.{os.getpid()}.part")
 
 
 def _writer_has_ended(temporary: Path) -> bool:
-    """Return True if the process that wrote a temporary file has ended."""
+    """Return True if the process whose id is in the name of a temporary file has ended, or if the file is gone."""
     try:
         process = psutil.Process(int(temporary.name.split(".")[-2]))
         if process.status() == psutil.STATUS_ZOMBIE:
@@ -125,12 +126,13 @@ def try_lock(handle: IO) -> bool:
 
 @contextlib.contextmanager
 def temporary_folder(
-    name: str,  # what the folder is for; part of its name
-    patience: float = 60.0,  # seconds; newer folders are not removed: they may not be locked yet
+    name: str,  # what the folder is for; its name begins with chunk-grpo-NAME-
+    # age in seconds up to which a leftover folder is kept, since its process may not have locked it yet
+    patience: float = 60.0,
 ) -> Iterator[Path]:
     """Yield a new temporary folder, and delete it at the end of the block.
 
-    Folders of the same `name` that killed processes left behind are removed first.
+    Older folders of the same `name` that killed processes left behind are removed first.
     """
     for leftover in Path(tempfile.gettempdir()).glob(f"chunk-grpo-{name}-*"):
         with contextlib.suppress(FileNotFoundError):  # another process is removing it
@@ -168,8 +170,9 @@ def atomic_write(
 ) -> Iterator[Path]:  # the temporary path
     """Yield a temporary path to write to, and rename it to the final path at the end of the block.
 
-    So the final path holds the whole file or folder or is not changed. Raises InputError if the disk is full, if the
-    path cannot be written to, or if it is a folder that may not be replaced.
+    The block must create a file or a folder at the temporary path. If it raises an exception, nothing is left there, and
+    the final path is unchanged. Raises InputError if the disk is full, if the path cannot be written to, or if it is a
+    folder that may not be replaced.
     """
     path = Path(path)
     temporary = temporary_path(path)
@@ -220,7 +223,7 @@ def check_outside_runs(
     path: Path,  # the file or folder to be written
     name: str = "`out`",  # name of the option, for the error message
 ) -> None:
-    """Raise InputError if the path lies in a folder that the next evaluation or training of a run would replace."""
+    """Raise InputError if the path lies in evaluation/ or samples/ of a run, which its next evaluation or training replaces."""
     real_path = Path(os.path.realpath(Path(path).absolute()))
     for folder in (real_path, *real_path.parents):
         if folder.name in _REPLACED_FOLDERS and (folder.parent / "run.json").is_file():
@@ -231,7 +234,7 @@ def check_outside_runs(
 
 def check_regular_file(
     path: str | Path,
-    name: str = "run",  # what names the path, such as "`method`", for the error message
+    name: str = "run",  # the option or setting with this path, for the error message
 ) -> None:
     """Raise InputError if the path is a pipe, a socket or a device, from which a reader might wait forever.
 
@@ -293,70 +296,71 @@ class _RunMachine(TypedDict):
 
 
 class RunInfo(TypedDict, total=False):
-    """run.json: the settings of a run, the machine it ran on, and its outcome."""
+    """Content of run.json: the settings of a run, the machine it ran on, and its outcome."""
 
     settings: dict
     status: Literal["created", "running", "finished", "failed", "interrupted"]
-    error: str | None
+    error: str | None  # why the run failed
     run_id: str  # unique to this run
-    model_sha256: str
-    prompts_sha256: str
-    records_sha256: str  # only if the records of a prompt list hold more than prompts
+    model_sha256: str  # of all files of the model
+    prompts_sha256: str  # of the training and evaluation prompts
+    records_sha256: str  # only if the records of a prompt list have fields other than the prompt
     code: dict[str, dict[str, str]]  # code files that the settings name, from `user_code.find_code`
-    inputs: dict[str, str]  # cheap fingerprints of model and prompts, to detect changes
+    inputs: dict[str, str]  # quickly computed fingerprints of model and prompts, to detect changes
     processes: Annotated[int, Field(ge=1)]
-    seconds: _NonNegativeFloat | None
-    started: float | None
-    versions: dict[str, str]
+    seconds: _NonNegativeFloat | None  # duration of the run, without interruptions
+    started: float | None  # Unix time of the first start; None: not started yet
+    versions: dict[str, str]  # from `machine.library_versions`
     machine: _RunMachine
     nodes: Annotated[int, Field(ge=1)]
     threads: Count | None
     final_sha256: dict[str, str]  # file in final/ -> its hash
-    made_folder: bool  # the run created its folder
+    made_folder: bool  # True: the run created its folder; False: the folder existed before
 
 
 class MetricsLine(TypedDict, total=False):
-    """A line of metrics.jsonl: one iteration."""
+    """Content of a line of metrics.jsonl: one iteration."""
 
     iteration: Required[Count]
     reward_mean: float | None
-    reward_se: float | None
-    grad_norm: float | None
-    skipped_updates: Count
+    reward_se: float | None  # standard error of `reward_mean`
+    grad_norm: float | None  # mean over the updates that were not skipped
+    skipped_updates: Count  # updates whose gradient was not finite
     loss_scale: _NonNegativeFloat  # only with `dtype` float16
-    advantage_std_zero_groups: Count
+    advantage_std_zero_groups: Count  # groups in which every advantage is 0
     images: Count
     transitions_trained: Count
-    ratio_max_dev: float | None
-    ratio_dev: list[float | None]
-    clip_fraction: list[float | None]
-    seconds: dict[str, float]
-    seconds_total: _NonNegativeFloat | None
+    ratio_max_dev: float | None  # largest deviation of a chunk's ratio from 1
+    ratio_dev: list[float | None]  # per chunk: mean deviation of its ratios from 1
+    clip_fraction: list[float | None]  # per chunk: share of samples whose gradient was clipped to 0
+    seconds: dict[str, float]  # phase of the iteration -> its duration
+    seconds_total: _NonNegativeFloat | None  # of the run so far
 
 
 class RunProfile(TypedDict, total=False):
-    """profile.json: how far each transition moves the base model's latents."""
+    """Content of profile.json: how far each transition moves the base model's latents."""
 
-    chunks: Required[Annotated[str, Field(pattern=r"^[0-9]+(,[0-9]+)*$")]]  # sizes
-    mean: Required[list[float]]
+    # sizes of the chunks, such as "2,3,4,7"
+    chunks: Required[Annotated[str, Field(pattern=r"^[0-9]+(,[0-9]+)*$")]]
+    mean: Required[list[float]]  # per transition: relative L1 distance, averaged over images
     eta: float
     latent_numel: Count  # numbers in the latents of one image
 
 
 class CheckpointState(TypedDict):
-    """state.json of a checkpoint."""
+    """Content of a checkpoint's state.json: the counters with which training continues."""
 
     iteration: Count
-    seconds: _NonNegativeFloat
-    seconds_cpu: _NonNegativeFloat
-    ema_step: Count
+    seconds: _NonNegativeFloat  # of the run so far
+    seconds_cpu: _NonNegativeFloat  # CPU time of the run so far
+    ema_step: Count  # steps of the moving average; 0 without one
     # only with `dtype` float16: the factor of the loss, and the number of updates since it changed
     loss_scale: NotRequired[_NonNegativeFloat]
     loss_scale_updates: NotRequired[Count]
 
 # %% ../../nbs/02_core/01_files.ipynb #4e42dbd2
 class _ScoreInterval(TypedDict, total=False):
-    """A mean with its interval; None if there is only one prompt."""
+    """A mean over prompts and the bounds of its 95% interval, which are None if there is only one prompt."""
 
     mean: Required[float]
     lo: Required[float | None]
@@ -364,54 +368,58 @@ class _ScoreInterval(TypedDict, total=False):
 
 
 class _RewardSummary(TypedDict, total=False, extra_items=_ScoreInterval | None):
-    """One reward of an evaluation: an interval for each arm and difference, and details."""
+    """The results of one reward: an interval for each arm and for each difference, such as plain-base, and details.
+
+    The details are None if the reward does not report what they need.
+    """
 
     base: Required[_ScoreInterval]
     plain: _ScoreInterval
-    categories: dict[str, dict[str, float]] | None
-    overall: dict[str, float] | None
-    preserved: dict[str, dict] | None
+    categories: dict[str, dict[str, float]] | None  # arm -> mean score of each category
+    overall: dict[str, float] | None  # arm -> mean of the category means
+    preserved: dict[str, dict] | None  # arm -> shares of objects and images lost and gained
 
 
 class EvaluationSummary(TypedDict, total=False):
-    """evaluation/summary.json."""
+    """Content of evaluation/summary.json: what an evaluation sampled, and the results of each reward."""
 
     n_prompts: Required[Count]  # distinct prompts
     n_listed: Count  # entries of the prompt list, which may repeat prompts
     images_per_prompt: Required[Count]
-    steps: Required[Count]
-    split: Required[Count]
-    arms: dict[str, int | None]
+    steps: Required[Count]  # the setting `eval_steps`
+    split: Required[Count]  # the setting `hybrid_split`
+    arms: dict[str, int | None]  # arm -> step from which it uses the base weights; None: never
     rewards: Required[dict[str, _RewardSummary]]
 
 
 class ImageScores(TypedDict, total=False):
-    """A line of evaluation/scores.jsonl: one image."""
+    """Content of a line of evaluation/scores.jsonl: one image."""
 
     arm: Required[str]
     prompt_index: Required[Count]
     image_index: Required[Count]
     prompt: Required[str]
     file: Required[str]  # path in evaluation/
-    scores: Required[dict[str, float]]
-    category: dict[str, str | None]
-    objects: dict[str, list[int]]
+    scores: Required[dict[str, float]]  # reward -> score
+    category: dict[str, str | None]  # reward -> category of the prompt
+    objects: dict[str, list[int]]  # reward -> for each requested object, 1 if the image shows it
     source: str  # path in evaluation/ of the image that the prompt edits
     source_sha256: str  # sha256 of the original of that image
 
 
 class EvaluationPart(TypedDict):
-    """A line of parts-*.jsonl: consecutive images of an arm."""
+    """Content of a line of parts-*.jsonl: consecutive images of an arm that are finished."""
 
+    # arm, number of the first image, number of the last image plus 1
     part: Annotated[list[str | int], Field(min_length=3, max_length=3)]
-    records: list[ImageScores]
+    records: list[ImageScores]  # one per image
 
 # %% ../../nbs/02_core/01_files.ipynb #968be008
 @functools.cache
 def _schema_validator(
     schema: Any,  # a TypedDict such as RunInfo
 ) -> TypeAdapter:
-    """Make the validator of a schema, which converts no types and allows additional fields."""
+    """Make pydantic's validator of a schema, which converts no types and allows additional fields."""
     # pydantic accepts a configuration for a union with None, but not for a TypedDict alone.
     config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
     return TypeAdapter(schema | None, config=config)
@@ -421,7 +429,8 @@ def _parse_json(
     source: str | Path,  # the file, or a line of it, for error messages
     text: bytes,  # the JSON text
     schema: Any,  # a TypedDict such as RunInfo
-    required: tuple[str, ...] = (),  # fields that must be present and not empty
+    # optional fields of the schema that must be present, and not {}
+    required: tuple[str, ...] = (),
     parse_constant: Callable[[str], Any] = float,  # converts NaN and Infinity, which are not JSON
 ) -> Any:  # of the schema's type
     """Parse a JSON object and check it against a schema; raise InputError if it does not match."""
@@ -451,7 +460,10 @@ def describe_schema_violation(
     content: dict,  # content of a file that is to be written
     schema: Any,  # a TypedDict such as MetricsLine
 ) -> str:
-    """Describe how the content violates a schema in one sentence; return an empty string if it does not."""
+    """Describe in one sentence how the content violates a schema; return an empty string if it does not.
+
+    NaN and infinity count as None, because `write_json` and `append_json_line` write them as null.
+    """
     try:
         _schema_validator(schema).validate_python(_replace_non_finite(content))
     except ValidationError as error:
@@ -474,7 +486,7 @@ def write_json(
     path: Path,  # path of the JSON file
     content: Any,  # NaN and infinity become null, and values of unknown types become strings
 ) -> None:
-    """Write a JSON file completely or not at all."""
+    """Write a JSON file completely or not at all; raise InputError if `atomic_write` cannot write it."""
     with atomic_write(path) as temporary:
         temporary.write_text(
             json.dumps(_replace_non_finite(content), indent=1, default=str) + "\n", encoding="utf-8"
@@ -484,9 +496,8 @@ def write_json(
 def read_json(
     path: Path,  # path of the JSON file
     schema: Any = dict,  # a TypedDict such as RunInfo
-    required: tuple[
-        str, ...
-    ] = (),  # fields that must be present although the schema does not say so
+    # optional fields of the schema that must be present, and not {}
+    required: tuple[str, ...] = (),
 ) -> Any:  # of the schema's type
     """Read a JSON file, check it against a schema, and return its content.
 
@@ -518,7 +529,8 @@ def read_json_lines(
 ) -> list[Any]:  # records of the schema's type; empty if there is no file
     """Read the complete lines of a log, one record per line, and check each against a schema.
 
-    An incomplete last line is ignored. Raises InputError if a line does not match the schema.
+    An incomplete last line is ignored, and NaN and infinity are read as None. Raises InputError if the log cannot be read
+    or if a line does not match the schema.
     """
     check_regular_file(path)
     try:
@@ -536,7 +548,7 @@ def read_json_lines(
 
 
 def drop_partial_line(path: Path) -> None:
-    """Remove the last line of a log if it is incomplete; do nothing if there is no log."""
+    """Remove the last line of a log if it does not end with a line break; do nothing if there is no log."""
     if Path(path).is_file():
         with open(path, "rb+") as handle:
             handle.truncate(handle.read().rfind(b"\n") + 1)

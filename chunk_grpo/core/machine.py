@@ -41,7 +41,7 @@ class TrainingFailed(RuntimeError):
 
 @dataclass
 class _SigtermState:
-    """Whether SIGTERM is deferred in this process, which has one signal handler, and whether one has arrived."""
+    """The state of this process's SIGTERM handler: whether SIGTERM is deferred, and whether one has arrived."""
 
     deferred: bool = False  # True: a SIGTERM raises Terminated only at the end of the current block
     pending: bool = False  # True: a SIGTERM has arrived and has not raised Terminated yet
@@ -78,7 +78,8 @@ def raise_on_sigterm(
 ) -> Iterator[None]:
     """Raise Terminated when SIGTERM arrives within this block.
 
-    If it arrives within an inner block of `defer_sigterm`, the exception is raised at the end of the inner block.
+    If it arrives within an inner block of `defer_sigterm`, the exception is raised at the end of the inner block. In a
+    thread other than the main thread, this context manager has no effect.
     """
 
     def handle_signal(number: int, frame: object) -> None:
@@ -186,7 +187,10 @@ def changes_training(
     value: str,  # value of the variable
     compile: bool = False,  # whether the run compiles its transformer
 ) -> bool:
-    """Return True if an environment variable would change what a training run computes."""
+    """Return True if an environment variable, such as ACCELERATE_MIXED_PRECISION=fp16, would change what a run computes.
+
+    A variable with a neutral value, such as `no` or `0`, changes nothing.
+    """
     prefixes = tuple(_FOREIGN_SETTINGS)
     if compile:
         prefixes += _COMPILER_SWITCHES
@@ -201,7 +205,7 @@ def changes_training(
 def check_environment_variables(
     compile: bool = False,  # whether the run compiles its transformer
 ) -> None:
-    """Raise InputError if an environment variable would change what a training run computes."""
+    """Raise InputError, which names the variable, if an environment variable would change what a training run computes."""
     for name in sorted(os.environ):
         if changes_training(name, os.environ[name], compile):
             advice = ""
@@ -218,7 +222,7 @@ def check_environment_variables(
 
 @contextlib.contextmanager
 def without_foreign_settings() -> Iterator[None]:
-    """Unset the environment variables that configure accelerate and other libraries within this block."""
+    """Unset the environment variables that configure accelerate and other libraries within this block, then restore them."""
     prefixes = tuple(_FOREIGN_SETTINGS)
     removed = {name: value for name, value in os.environ.items() if name.startswith(prefixes)}
     for name in removed:
@@ -254,14 +258,16 @@ def installed_packages() -> list[str]:  # such as torch==2.9.0, sorted by name
     return [f"{name}=={number}" for name, number in sorted(versions.items()) if name]
 
 
-def package_lists(run: str | Path) -> list[Path]:  # empty if an earlier version made the run
-    """Return the paths of the package lists in a run folder, packages.txt and packages-2.txt and so on, the newest last."""
+def package_lists(
+    run: str | Path,
+) -> list[Path]:  # empty if the run wrote none, as earlier versions did
+    """Return the paths of the package lists in a run folder (packages.txt, packages-2.txt, ...), the newest last."""
     files = Path(run).glob("packages*.txt")
     return sorted(files, key=lambda file: (len(file.name), file.name))  # -2 before -10
 
 
 def record_packages(run: Path) -> None:
-    """Write a list of the installed packages into a run folder, unless its newest list is the same."""
+    """Write a list of the installed packages into a run folder, unless the newest list there has the same content."""
     text = "\n".join(installed_packages()) + "\n"
     lists = package_lists(run)
     if not lists or lists[-1].read_text(encoding="utf-8") != text:
@@ -271,7 +277,7 @@ def record_packages(run: Path) -> None:
 
 # %% ../../nbs/02_core/02_machine.ipynb #a930d0ba
 def current_git_commit(
-    folder: Path = Path(chunk_grpo.__file__).parent,  # folder of a package
+    folder: Path = Path(chunk_grpo.__file__).parent,  # folder of a package, with an __init__.py
 ) -> str | None:  # None if git is missing or does not track the folder
     """Return the git commit of the code in a folder, with the suffix `-dirty` if tracked files in it have changed."""
 
@@ -290,7 +296,11 @@ def current_git_commit(
 
 
 def machine_info() -> dict:  # keys: system, processor, cores, memory_gb, gpus
-    """Describe the hardware that determines the speed: system, processor, cores, memory in GB and GPUs."""
+    """Describe the hardware that determines the speed.
+
+    `cores` is the number of cores that this process may use, `memory_gb` the host's memory in GB, and `gpus` a list of
+    torch's names for the GPUs.
+    """
     import torch  # not above: the command line imports this module even if it needs no torch
 
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
@@ -328,9 +338,9 @@ def nvidia_driver() -> str | None:
 
 
 def explain_missing_gpu(
-    cuda_version: str | None,  # that torch was built for: `torch.version.cuda`; None: without CUDA
+    cuda_version: str | None,  # `torch.version.cuda`, for which torch was built; None: without CUDA
 ) -> str:
-    """Return the likely reason why torch sees no GPU, as part of a sentence."""
+    """Return the likely reason why torch sees no GPU, such as "no NVIDIA driver is loaded"."""
     driver = nvidia_driver()
     if not cuda_version:
         return "this build of torch has no CUDA"
@@ -342,7 +352,7 @@ def explain_missing_gpu(
 def choose_device(
     device: str,  # auto, cpu or cuda, as in the setting `device`
 ) -> str:
-    """Return the kind of device that a policy runs on, "cpu" or "cuda".
+    """Return the kind of device that a policy runs on, "cpu" or "cuda"; auto means a GPU if torch sees one.
 
     Raises InputError if `device` is cuda and torch sees no GPU.
     """

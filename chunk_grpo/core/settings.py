@@ -53,9 +53,9 @@ _SIZES_REQUIREMENT = f"{_SIZE_REQUIREMENT}; or a list of several [height, width]
 
 
 def _check_resolution(value: Any) -> int | tuple[int, int]:
-    """Check one image size and return its side length, or (height, width) if these differ.
+    """Check one image size, such as 720 or [768, 1024]; return its side length, or (height, width) if these differ.
 
-    Raises ValueError if the value is not an image size.
+    Raises ValueError unless each side is a multiple of 16 from 16 to 16,384 pixels.
     """
     sides = value if isinstance(value, (list, tuple)) else (value, value)
     are_valid = [
@@ -68,8 +68,9 @@ def _check_resolution(value: Any) -> int | tuple[int, int]:
 
 
 def _check_resolutions(value: Any) -> int | tuple:
-    """Check one image size or a list of sizes; return what `_check_resolution` returns, or a tuple of (height, width).
+    """Check one image size, or a list of sizes such as [[512, 512], [512, 768]].
 
+    Returns what `_check_resolution` returns if there is only one distinct size, and a tuple of (height, width) otherwise.
     Raises ValueError if the value is neither.
     """
     is_list = isinstance(value, (list, tuple)) and len(value) > 0
@@ -88,7 +89,7 @@ def _check_resolutions(value: Any) -> int | tuple:
 def image_size(
     resolution: int | Sequence[int],  # side length of a square, or (height, width), in pixels
 ) -> tuple[int, int]:  # (height, width), in pixels
-    """Return the height and width of a single size, such as the setting `eval_resolution`."""
+    """Return the height and width of a single image size, such as the setting `eval_resolution`."""
     if isinstance(resolution, int):
         return resolution, resolution
     height, width = resolution
@@ -98,7 +99,7 @@ def image_size(
 def training_sizes(
     settings: "Settings",
 ) -> tuple[int | tuple[int, int], ...]:  # each a side length, or (height, width), in pixels
-    """Return the sizes of the training images, in the order of the setting `resolution`; there may be only one."""
+    """Return the sizes of the training images as a tuple, in the order of the setting `resolution`, even if there is only one."""
     resolution: Any = settings.resolution
     if isinstance(resolution, int) or isinstance(resolution[0], int):
         return (resolution,)
@@ -107,8 +108,8 @@ def training_sizes(
 
 def format_resolution(
     resolution: int | Sequence,  # value of the setting `resolution`
-) -> str:  # "720 px", "768 x 1024 px (height x width)", or several sizes
-    """Format one image size or several as text, with the unit."""
+) -> str:  # "720 px", or "768 x 1024 px (height x width)", or with "512 x 512, 768 x 1024"
+    """Format one image size, or the distinct sizes of a list, as text with the unit."""
     if not isinstance(resolution, int) and not isinstance(resolution[0], int):
         sizes = dict.fromkeys(f"{height} x {width}" for height, width in resolution)
         return f"{', '.join(sizes)} px (height x width)"
@@ -827,19 +828,19 @@ def _quote_with_suggestion(
     name: str,  # the name as the user wrote it
     names: Iterable[str],  # the allowed names
 ) -> str:
-    """Return the name in quotes, and after it the most similar allowed name if one is similar enough."""
+    """Return the name in quotes, with a suggestion if an allowed name is similar: "'clp', did you mean clip?"."""
     similar_names = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     suggestion = f", did you mean {similar_names[0]}?" if similar_names else ""
     return repr(name[:80]) + suggestion
 
 
 def reward_weights(settings: "Settings") -> dict[str, float]:  # name -> weight
-    """Return the weight of each reward that is used in training."""
+    """Return the weight of each reward that is used in training; a single reward has the weight 1."""
     return {settings.reward: 1.0} if isinstance(settings.reward, str) else dict(settings.reward)
 
 
 def evaluated_rewards(settings: "Settings") -> tuple[str, ...]:
-    """Return the names of the rewards that score the images of held-out prompts."""
+    """Return the names of the rewards that score images of held-out prompts: `eval_rewards`, or else those of training."""
     return settings.eval_rewards or tuple(reward_weights(settings))
 
 
@@ -917,7 +918,7 @@ PRESETS_DIR = Path(chunk_grpo.__file__).parent / "presets"
 METHODS = read_yaml_file(PRESETS_DIR / "methods.yaml", "the table of methods")
 
 
-def named_code(settings: "Settings") -> list[str]:  # such as ["file.py:Class"]
+def named_code(settings: "Settings") -> list[str]:  # such as ["my_method.py:Rank"]
     """Return those values of `family`, `method`, `chunks` and `surrogate` that name a function or class to import."""
     values = (settings.family, settings.method, settings.chunks, settings.surrogate)
     return [value for value in values if re.fullmatch(r".*\D:[A-Za-z_]\w*", value)]
@@ -945,9 +946,9 @@ def resolve_code_files(
     values: Mapping,  # setting -> value
     folder: Path = Path(),  # folder to search for code files before the working directory
 ) -> dict:  # setting -> value
-    """Return the settings with the absolute paths of the code files that they name.
+    """Return the settings with absolute paths of the code files that they name: my.py:f becomes /work/my.py:f.
 
-    The name of a reward is also the name of its scores, so it is unchanged if the working directory has its file.
+    A reward whose file is in the working directory keeps its name, because its scores are stored under that name.
     """
 
     def resolve_reward(name: object) -> Any:
@@ -978,9 +979,14 @@ def resolve_code_files(
 def _expand_method_preset(
     values: dict,  # setting -> value
     folder: Path = Path(),  # folder to search for code files before the working directory
-    keep_name: bool = False,  # True: `method` remains the preset's name, as merging changes needs
+    # True: `method` keeps the preset's name, which `_merge_changes` needs; False: it becomes "chunk",
+    # unless the preset has a class
+    keep_name: bool = False,
 ) -> dict:  # setting -> value
-    """Return the values with the settings of their method preset added and absolute paths of code files."""
+    """Add the settings of the preset that `method` names to the values, and make the paths of code files absolute.
+
+    The values take precedence over the preset's settings.
+    """
     method = values.get("method")
     if isinstance(method, str) and method in METHODS:
         preset = METHODS[method]
@@ -1003,8 +1009,11 @@ def _are_all_chunks_trained(settings: "Settings") -> bool:
 
 def _find_settings_without_effect(
     settings: "Settings",
-) -> dict[str, str]:  # setting -> reason, the end of the sentence "`name` must stay VALUE ..."
-    """Find the settings that have no effect on this run's training, each with the reason."""
+) -> dict[str, str]:  # setting -> reason, such as "without a KL term (`kl` 0)"
+    """Find the settings that have no effect on this run's training, each with the reason.
+
+    The reason ends an error sentence that begins "`name` must stay VALUE".
+    """
     unused = METHODS.get(settings.method, {}).get("unused", ())
     reasons = {name: f"with {settings.method}, which does not use it" for name in unused}
     if not settings.kl:
@@ -1045,7 +1054,7 @@ def _check_settings_without_effect(
     chosen: set[str],  # names of the settings that the user chose for this method
     preset: dict,  # settings of the method's preset: name -> value
 ) -> None:
-    """Raise InputError if the user chose a setting that has no effect, with neither its default nor the preset's value."""
+    """Raise InputError if the user set a setting that has no effect to a value other than its default or the preset's."""
     for name, reason in _find_settings_without_effect(settings).items():
         default = Settings.model_fields[name].default
         value = getattr(settings, name)
@@ -1056,8 +1065,8 @@ def _check_settings_without_effect(
             )
 
 
-def lr_schedule(settings: "Settings") -> tuple[str, int]:  # diffusers' name, number of cycles
-    """Parse `lr_scheduler` into the name of the schedule and its number of cycles, which is 1 without restarts.
+def lr_schedule(settings: "Settings") -> tuple[str, int]:  # ("cosine_with_restarts", 3)
+    """Parse `lr_scheduler` into diffusers' name of the schedule and the number of cycles, which is 1 without restarts.
 
     Raises InputError if `lr_scheduler` is malformed.
     """
@@ -1076,7 +1085,7 @@ def lr_schedule(settings: "Settings") -> tuple[str, int]:  # diffusers' name, nu
 
 
 def _check_learning_rates(settings: "Settings") -> None:
-    """Raise InputError unless the learning-rate schedule fits its warm-up and the number of iterations."""
+    """Raise InputError unless the settings `lr_scheduler`, `lr_warmup_iterations`, `lr_iterations` and `iterations` agree."""
     name, cycles = lr_schedule(settings)
     if name == "constant":
         _require(
@@ -1110,7 +1119,7 @@ def _check_learning_rates(settings: "Settings") -> None:
 
 
 def _check_attention(settings: "Settings") -> None:
-    """Raise InputError unless diffusers has an attention backend of this name."""
+    """Raise InputError unless the setting `attention` is native or names another attention backend of diffusers."""
     if settings.attention == "native":
         return
     # Imported here, since it imports torch, which takes seconds.
@@ -1127,9 +1136,9 @@ def _check_attention(settings: "Settings") -> None:
 
 
 def _check_combinations(settings: "Settings") -> None:
-    """Raise InputError if settings contradict each other, checking those rules that need no torch.
+    """Raise InputError if settings contradict each other; only the rules that need no torch are checked.
 
-    It imports torch only if `attention` is not native.
+    The function imports torch only if `attention` is not native.
     """
     updates = settings.updates_per_iteration
     images = settings.images_per_prompt
@@ -1458,10 +1467,11 @@ def _check_method(settings: "Settings") -> None:
             ) from None
 
 # %% ../../nbs/02_core/04_settings.ipynb #b4d4b7ef
-def method_label(settings: Any) -> str:  # "steps", "chunk", "chunk+ws", or the name of a class
-    """Return a label for a run's method; figures choose a colour by it.
+def method_label(settings: Any) -> str:  # "steps", "chunk", "chunk+ws", "nft", "Rank", ...
+    """Return a label for a run's method, by which figures choose its colour.
 
-    The label of the paper's method depends on its chunks and weighting; the label of any other method is its name.
+    The paper's method is labelled "steps" with chunks of one step, "chunk+ws" with weighted sampling of chunks, and "chunk"
+    otherwise. The label of any other method is its name, or the name of its class.
     """
     method = getattr(settings, "method", "chunk")
     if method != "chunk":
@@ -1472,7 +1482,7 @@ def method_label(settings: Any) -> str:  # "steps", "chunk", "chunk+ws", or the 
 
 
 class Settings(_RewardSettings, _OptimizerSettings, _ChunkSettings, _SamplingSettings):
-    """Everything needed to repeat a run."""
+    """The settings of a run: everything needed to repeat it, checked and unchangeable."""
 
     model_config = ConfigDict(
         frozen=True,
@@ -1549,10 +1559,10 @@ _COMPLETE_SETTINGS_COUNT = 84
 def _method_preset_settings(
     values: Mapping,  # setting -> value
 ) -> dict:  # setting -> value
-    """Return the settings of the method preset that the values name, or {} if they name none.
+    """Return the settings of the preset that `method` names, or {} if it names none.
 
-    Complete settings, as a run writes them, have the method "chunk" even if the user chose a preset. For them, return
-    the settings of all presets that they agree with.
+    Complete settings, as a run writes them, have the method "chunk" even if the user chose a preset. For these, the result
+    has the settings of every preset whose settings all agree with the values.
     """
     method = values.get("method", "chunk")
     if method != "chunk" or len(values) < _COMPLETE_SETTINGS_COUNT:
@@ -1576,7 +1586,10 @@ def _merge_changes(
     values: dict,  # setting -> value
     changes: dict,  # setting -> new value
 ) -> dict:  # setting -> value
-    """Return the values with changes; if the method changes, the old one's options and preset settings are removed first."""
+    """Return the values with changes applied.
+
+    If the method changes, the options of the old method and the settings of its preset are removed first.
+    """
     method = changes.get("method", values.get("method"))
     changes_method = method != values.get("method", "chunk")
     if changes_method or "method_options" in changes:
@@ -1790,8 +1803,8 @@ RESUME_CHANGEABLE_FIELDS = (
 )
 
 
-def dump_settings(settings: Settings) -> str:  # YAML, one line per field, all fields
-    """Format settings as YAML from which `load_settings` loads equal settings."""
+def dump_settings(settings: Settings) -> str:  # YAML with all fields
+    """Format settings as YAML; if the text is written to a file, `load_settings` loads equal settings from it."""
     return dump_yaml(settings.model_dump(mode="json"))
 
 
@@ -1799,7 +1812,7 @@ def diff_settings(
     a: Settings,  # the first settings
     b: Settings,  # the second settings
 ) -> dict:  # name -> (value in a, value in b)
-    """Return the fields in which two settings differ, each with both values."""
+    """Return the fields whose values differ between two settings, each with both values."""
     different = {}
     for name in Settings.model_fields:
         value_a = getattr(a, name)
@@ -1813,7 +1826,11 @@ def check_resume(
     old: Settings,  # settings with which the run began
     new: Settings,  # settings with which it is to be resumed
 ) -> None:
-    """Raise InputError if a field differs that may not change when a run is resumed, or if `iterations` falls."""
+    """Raise InputError if a resumed run would differ from the run that began.
+
+    Only the fields in RESUME_CHANGEABLE_FIELDS may change, and `iterations` may be raised, unless the learning rate falls to
+    0 over all `iterations`.
+    """
     changed = {
         name: values
         for name, values in diff_settings(old, new).items()
@@ -1839,7 +1856,7 @@ def check_resume(
 def settings_table(
     settings: Settings,
 ) -> list[dict]:  # keys: name, value, unit, default, source, meaning
-    """Return one row per setting, for the table of settings in a report."""
+    """Return one row per setting, in the order of the fields, for the table of settings in a report."""
     # Any, since pydantic's types do not declare what `setting` stores in a field.
     fields: Any = Settings.model_fields
     rows = []
@@ -1861,7 +1878,7 @@ def check_processes(
     settings: Settings,  # settings of the run
     processes: int,  # number of training processes
 ) -> None:
-    """Raise InputError unless the prompts of an iteration, and groups of sharded weights, divide evenly among the processes."""
+    """Raise InputError unless `processes` divides `prompts_per_iteration` and is a multiple of `sharding_group` (if not 0)."""
     if processes < 1 or settings.prompts_per_iteration % processes:
         raise InputError(
             "`processes` must be at least 1 and divide `prompts_per_iteration` "

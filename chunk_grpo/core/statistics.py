@@ -23,12 +23,13 @@ NORMAL_QUANTILE = 1.96  # half the width of a 95% interval, in standard errors
 # %% ../../nbs/02_core/03_statistics.ipynb #3f2b7a96
 def mean_se(
     values: Tensor,  # (n,)
-    # (n,), such as the prompt of each value; None: all values are independent
+    # label of each value, n in total, such as its prompt; None: all values are independent
     labels: Sequence | None = None,
 ) -> tuple[float, float]:  # mean, standard error
     """Compute the mean of values and its standard error, which is NaN for a single value.
 
-    Values with the same label, such as images of one prompt, count as one independent value, see (e).
+    The standard error treats the values with one label, such as the images of a prompt, as a single value, by equation (e)
+    in notebook core/statistics; the mean is over all values.
     """
     values = values.double()
     mean = values.mean().item()
@@ -47,9 +48,9 @@ def mean_se(
 # %% ../../nbs/02_core/03_statistics.ipynb #482df2a4
 def _bootstrap_interval(
     values: tuple[np.ndarray, ...],  # arrays (n,) that are resampled together
-    statistic: Callable,  # function of these arrays and the keyword `axis`
-) -> dict[str, float | None]:  # keys: se, lo, hi
-    """Bootstrap the standard error and the 95% percentile interval of a statistic; all are None for a single prompt."""
+    statistic: Callable,  # function of these arrays and the keyword `axis`, such as np.mean
+) -> dict[str, float | None]:  # keys: se, lo, hi; all None if n is 1
+    """Compute the standard error and the 95% percentile interval of a statistic from 4,000 bootstrap draws."""
     if len(values[0]) < 2:
         return {"se": None, "lo": None, "hi": None}
     result = stats.bootstrap(
@@ -67,7 +68,10 @@ def _bootstrap_interval(
 def bootstrap_mean(
     values: np.ndarray,  # (n,), one number per prompt
 ) -> dict[str, float | None]:  # keys: mean, n, se, lo, hi
-    """Compute the mean over prompts with its standard error and 95% percentile bootstrap interval."""
+    """Compute the mean over prompts with its standard error and 95% percentile bootstrap interval.
+
+    `n` is the number of prompts; `se`, `lo` and `hi` are None for a single prompt.
+    """
     values = np.asarray(values, dtype=np.float64)
     return {"mean": float(values.mean()), "n": len(values)} | _bootstrap_interval(
         (values,), np.mean
@@ -77,9 +81,9 @@ def bootstrap_mean(
 def _scaled_deviations(
     values: np.ndarray,  # (n, m), scores of n prompts of one category, with m images each
 ) -> np.ndarray:  # (n,), zeros for one prompt
-    """Compute each prompt's deviation from its category's mean, scaled by the factor lambda_c.
+    """Compute each prompt's deviation from its category's mean, times the factor lambda_c of notebook core/statistics.
 
-    With this factor, bootstrap draws that also resample images have an unbiased variance.
+    With this factor, bootstrap draws that resample prompts and images have an unbiased variance.
     """
     means = values.mean(1)
     deviation = means - means.mean()
@@ -92,7 +96,8 @@ def _scaled_deviations(
 
 def _draw_category_means(
     values: np.ndarray,  # (n, m), scores of n prompts of one category, with m images each
-    deviations: np.ndarray,  # from `_scaled_deviations`, (n,); if n is 1, those of other categories
+    # (n,), from `_scaled_deviations`; if n is 1, those of other categories, in any number
+    deviations: np.ndarray,
     draws: int,  # number of bootstrap draws
     random: np.random.Generator,  # source of the random numbers
 ) -> np.ndarray:  # (draws,)
@@ -113,10 +118,10 @@ def _draw_category_means(
 def _one_value_per_prompt(
     scores: Sequence[Sequence[float]],  # for each of n prompts, the scores of its images
 ) -> np.ndarray:  # (n,)
-    """Reduce the image scores of each prompt to one number by equation (e).
+    """Reduce the m_p image scores of each prompt p to the number s + m_p / mean(m) * (s_p - s), equation (e).
 
-    The mean of these numbers is the mean over all images, and their standard error allows for prompts with different
-    numbers of images.
+    Here s_p is the prompt's mean score and s the mean over all images. The mean of the numbers is s, and their standard
+    error is an estimate of that of s.
     """
     counts = np.array([len(prompt_scores) for prompt_scores in scores])
     means = np.array([np.mean(prompt_scores) for prompt_scores in scores])
@@ -179,7 +184,7 @@ def bootstrap_ratio(
 ) -> dict[
     str, float | None
 ]:  # keys: count, of (total), n (prompts with objects), share, se, lo, hi
-    """Compute the share of objects with a property (b), with its standard error and 95% interval over prompts.
+    """Compute the share sum(counts) / sum(totals), equation (b), with its standard error and 95% interval over prompts.
 
     The share is None if no prompt has objects; the error and the interval are None if fewer than two prompts have
     objects.
@@ -200,7 +205,7 @@ def percentile_interval(
     drawn: np.ndarray,  # (draws,), the statistic of each bootstrap draw
     prompts: int,  # number of prompts that were resampled
 ) -> dict[str, float | None]:  # keys: se, lo, hi
-    """Compute the standard error and 95% interval from bootstrap draws; all are None for a single prompt."""
+    """Compute a statistic's standard error and 95% interval from its bootstrap draws; all are None for a single prompt."""
     if prompts < 2:
         return {"se": None, "lo": None, "hi": None}
     low, high = np.percentile(drawn, [2.5, 97.5])
@@ -210,10 +215,10 @@ def percentile_interval(
 def t_intervals(
     values: pd.DataFrame,  # one row per seed, one column per comparison
 ) -> pd.DataFrame:  # one row per comparison, with columns n, mean, se, lo, hi, p, holm
-    """Compute the mean, standard error and t interval (c) of each comparison.
+    """Compute the mean over seeds of each comparison, with its standard error and 95% t interval, equation (c).
 
-    `p` is the p-value of the hypothesis that the mean is 0, and `holm` is that p-value after Holm's correction. If there
-    is only one seed, all columns but `n` and `mean` are NaN.
+    `n` is the number of seeds. `p` is the p-value of the hypothesis that the mean is 0, and `holm` is that p-value after
+    Holm's correction for the number of comparisons. If there is only one seed, all columns but `n` and `mean` are NaN.
     """
     n = values.count()
     mean = values.mean()
@@ -241,14 +246,16 @@ def t_intervals(
 # %% ../../nbs/02_core/03_statistics.ipynb #438e8ba5
 def claim_verdict(
     interval: Mapping,  # bounds `lo` and `hi` of the effect; NaN or None if there is only one seed
-    direction: str,  # the claim: the effect is above, below or equal to 0
+    direction: str,  # "above", "below" or "equal": how the effect compares with 0, by the claim
     smallest: float = 0.0,  # the smallest effect of interest, at least 0
     p: float = 0.0,  # p-value of the claim, after Holm's correction
 ) -> str:  # "holds", "does not hold" or "cannot tell"
     """Decide from an interval whether a claim about an effect holds.
 
-    Raises InputError if the direction is not one of the three, if `smallest` is negative, or if it is 0 for a claim of
-    equality.
+    A claim "above" does not hold if hi < smallest, and otherwise holds if lo > 0; "below" is its mirror image. A claim
+    "equal" does not hold if lo > smallest or hi < -smallest, and holds if both bounds lie between -smallest and smallest.
+    In addition, a claim holds only if p < 0.05. Raises InputError if the direction is not one of the three, if `smallest`
+    is negative, or if it is 0 for a claim of equality.
     """
     lo, hi = interval["lo"], interval["hi"]
     is_equality = direction == "equal"

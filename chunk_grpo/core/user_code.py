@@ -73,7 +73,7 @@ def _find_spec(
 
 
 def _module_file(spec: ModuleSpec | None) -> Path | None:
-    """Return the source file of a module, or None if it has none or belongs to this package or to Python."""
+    """Return the source file of a module, or None if there is no file or if it belongs to this package or to Python."""
     if spec is None or not spec.origin or not os.path.isfile(spec.origin):
         return None
     file = Path(spec.origin).resolve()
@@ -93,7 +93,7 @@ def _imported_names(
     text: bytes,  # source of a Python file
     package: str,  # name of the package that contains the file; empty: none
 ) -> Iterator[str]:
-    """Yield every name in the import statements of a file that may be a module's name."""
+    """Yield the full names of all modules that a file's import statements may import; `from a import b` yields a and a.b."""
     try:
         nodes = list(ast.walk(ast.parse(text)))
     except (SyntaxError, ValueError, RecursionError):  # importing the file raises the error
@@ -116,11 +116,13 @@ def _imported_names(
 def code_files(
     path: str,  # "package.module:name" or "file.py:name"
     allow_working_folder: bool = True,  # whether to search the working folder too, see `import_callable`
-    search_path: list[str] | None = None,  # folders to search; None: Python's own search path
+    # folders to search for the module, whose imports are then not followed; None: Python's own search path
+    search_path: list[str] | None = None,
 ) -> dict[str, Path]:  # keyed by `path` and by names of modules
     """Find the file of a function or class, and the user's files that it imports, without importing any of them.
 
-    The first key is `path`, and the others are names of modules. Files of Python and of this package are left out.
+    The key of the file itself is `path`, and the keys of the others are names of modules. Files of Python, of this package
+    and of installed packages are left out, except a file in an installed package that `path` names.
     """
     module = path.rpartition(":")[0]
     files: dict[str, Path] = {}
@@ -165,14 +167,17 @@ def code_files(
 class CodeFile(TypedDict, total=False):
     """A code file of the user that a run uses."""
 
-    setting: str  # the setting that names the code
+    setting: str  # the setting that names the code, such as method
     file: str  # absolute path
-    sha256: str
+    sha256: str  # of the file, in hex
     copy: str  # path of its copy in the run folder
 
 
 def _locate_named_code(settings: Settings) -> Iterator[tuple[str, str, list[str] | None]]:
-    """Yield the setting, the path and the search path (None: Python's own) of each function or class that settings name."""
+    """Yield (setting, path, search path) of each function or class that settings name, as `code_files` takes them.
+
+    An example is ("method", "my_method.py:Rank", None). The search path is None unless a reward has its own environment.
+    """
     for setting, path in {
         "family": settings.family,
         "method": settings.method,
@@ -247,7 +252,10 @@ def changed_code(
     recorded: Mapping[str, CodeFile],  # from `find_code` when the run began
     current: Mapping[str, CodeFile],  # from `find_code` now
 ) -> tuple[str, str] | None:  # the setting that names the code, and what happened; None: no change
-    """Return the first difference between the code that a run began with and the current code."""
+    """Return the first difference between the code that a run began with and the current code.
+
+    An example is ("method", "/work/my_method.py has changed since the run began").
+    """
     for key, old_file in recorded.items():
         name = old_file.get("file") or key.partition(": ")[2]
         if key not in current:
@@ -261,7 +269,7 @@ def changed_code(
 
 
 def check_same_code(
-    note: Mapping,  # content of run.json; earlier versions did not record their code in it
+    note: Mapping,  # content of run.json; without the key `code`, as in earlier versions, nothing is checked
     current: Mapping[str, CodeFile],  # from `find_code`
     run: Path,  # the run folder
 ) -> None:
@@ -277,7 +285,7 @@ def check_same_code(
 
 def assign_copy_paths(
     code: Mapping[str, CodeFile],  # from `find_code`
-) -> dict[str, CodeFile]:  # the same, with the field `copy`
+) -> dict[str, CodeFile]:  # the same, with the field `copy`, such as code/my_method.py
     """Choose a path for a copy of each code file in the code/ folder of a run; different files get different paths."""
     with_copies: dict[str, CodeFile] = {}
     copies: dict[str, str] = {}  # file -> its copy

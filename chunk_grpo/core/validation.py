@@ -45,7 +45,8 @@ def setting(
 ) -> Any:
     """Return a pydantic field that also stores its unit, its meaning and the source of its default.
 
-    A number gets an upper limit even if `limits` has none: 1,000,000 for an integer and 1e30 for a float.
+    If the default is a number and `limits` has neither `le` nor `lt`, the upper limit is 1,000,000 for an integer and 1e30
+    for a float.
     """
     extra: dict[str, Any] = {"unit": unit, "source": source}
     if takes:
@@ -74,7 +75,7 @@ def describe_field(
     settings_class: type[BaseModel],  # the class that has the field, such as Settings
     name: str,  # name of the field
 ) -> str:  # such as "a number above 0 and at most 1"
-    """Describe in words which values a field of a settings class allows."""
+    """Describe in words which values a field of a settings class allows, from its type and its own limits."""
     field = settings_class.model_fields[name]
     extra: Any = field.json_schema_extra or {}
     origin = typing.get_origin(field.annotation)
@@ -94,7 +95,8 @@ def describe_field(
 def format_value(value: Any) -> str:
     """Format a value for an error message, in at most 80 characters.
 
-    A string is quoted, True becomes "true" as in YAML, and None becomes "nothing".
+    The string "12" becomes "the text '12'", True becomes "true" as in YAML, and None becomes "nothing". An integer of more
+    than 20 digits becomes "a number of N digits". Other values are formatted as JSON.
     """
     if value is None or isinstance(value, bool):
         return {True: "true", False: "false", None: "nothing"}[value]
@@ -106,11 +108,12 @@ def format_value(value: Any) -> str:
 # %% ../../nbs/02_core/00_validation.ipynb #c023946c
 def validation_message(
     error: ValidationError,  # raised by pydantic
-    settings_class: type[BaseModel] | None = None,  # has the fields; None: use pydantic's wording
+    # class whose `describe_field` says what is allowed, such as Settings; None: pydantic's wording
+    settings_class: type[BaseModel] | None = None,
 ) -> str:
-    """Describe the first problem of an error in one sentence that names the field, its value, and what is allowed.
+    """Describe the first problem of an error in one sentence, such as "`heat` must be a number above 0; got -1".
 
-    An unknown field is reported before any other problem.
+    An unknown field is described before any other problem, because a misspelt name often causes the others.
     """
     problems: list[Any] = error.errors(include_url=False)
     first = problems[0]
@@ -170,8 +173,9 @@ _NUMBER_PATTERNS = {
 class _StrictLoader(yaml.SafeLoader):
     """A YAML loader that rejects aliases, tags, deep nesting and repeated keys."""
 
-    depth = 0
-    # First character of a scalar -> pairs of a type's tag and pattern, without dates and merge keys.
+    depth = 0  # number of nodes that contain the current one
+    # First character of a scalar -> (tag, pattern) of each type that the scalar may have; YAML's dates and merge keys are
+    # left out.
     yaml_implicit_resolvers = {
         character: [
             (tag, _NUMBER_PATTERNS.get(tag, pattern))
@@ -183,7 +187,7 @@ class _StrictLoader(yaml.SafeLoader):
 
     def compose_node(
         self,
-        parent: yaml.Node | None,  # the node that contains the next one
+        parent: yaml.Node | None,  # the node that contains the next one; None: the document does
         index: Any,  # key or position of the next node in `parent`
     ) -> yaml.Node | None:
         """Return the next node; raise InputError if it is an alias, has a tag or is nested too deeply."""
@@ -226,7 +230,8 @@ def parse_yaml(
 ) -> Any:
     """Parse YAML and return its value.
 
-    Raises InputError if the text is not valid YAML, is too long, or has aliases, tags, repeated keys or deep nesting.
+    Raises InputError if the text is not valid YAML, has more than 200,000 characters, or has aliases, tags, repeated keys
+    or more than 20 levels of nesting.
     """
     if len(text) > _LONGEST_YAML:
         raise InputError(
@@ -251,7 +256,7 @@ def read_yaml_file(
 ) -> dict:
     """Read a YAML file of lines `name: value` and return its dictionary.
 
-    Raises InputError if the file cannot be read as text, is not plain YAML, or does not hold a mapping.
+    Raises InputError if the file cannot be read as text, if `parse_yaml` rejects the text, or if it is not a mapping.
     """
     if path.exists() and not path.is_file():
         raise InputError(f"{description} {path} must be readable text; it is not a regular file")

@@ -21,18 +21,18 @@ from ..models.policy import ModelConfig
 
 # %% ../../nbs/06_planning/00_counts.ipynb #1d89e9c3
 def images_per_iteration(settings: Settings) -> int:
-    """Return the number of images that an iteration trains on, in all processes together."""
+    """Return `prompts_per_iteration` times `images_per_prompt`, the images that an iteration trains on, in all processes."""
     return settings.prompts_per_iteration * settings.images_per_prompt
 
 
 def transitions_per_image(
     settings: Settings,
-    # sizes of the chunks, if a profile determines them; None: those of `chunks`, or not known yet
+    # sizes of the chunks, if a profile has determined them; None: use those of the setting `chunks`
     sizes: Sequence[int] | None = None,
 ) -> tuple[int, float, int]:  # minimum, mean, maximum
     """Return the minimum, the mean and the maximum number of transitions of an image that are trained.
 
-    They differ if chunks differ in size, because the trained chunks are sampled.
+    The three differ if chunks differ in size, because the trained chunks are sampled, or if the sizes are not known yet.
     """
     # A profile without known sizes still determines the number of chunks, and so the mean.
     if sizes is None and settings.chunk_rule.kind == "profile":
@@ -51,14 +51,14 @@ def transitions_per_image(
 
 @dataclass(frozen=True)
 class IterationCounts:
-    """Forward passes and images per iteration: the mean over a run, in all processes together.
+    """The forward passes and images of an iteration: means over a run, summed over all processes.
 
     A forward pass evaluates the network for one image at one step; it counts once even if guidance needs two. The first
     iteration also measures the error of the importance ratio, with two forward passes for the transitions of one update.
     The counts leave these out, because they happen only once per run.
     """
 
-    # forward passes that sample the trained images, or that complete them for credit
+    # forward passes that sample the trained images, or that complete images to compute advantages
     rollout: float
     trained: float  # trained transitions, each with a forward and a backward pass
     extra: float = 0  # other forward passes of the updates: old log-probabilities, reference model
@@ -69,8 +69,8 @@ class IterationCounts:
 def iteration_counts(settings: Settings) -> IterationCounts:
     """Count the forward passes and images of an iteration of Chunk-GRPO.
 
-    Raises InputError if `method`, `window`, `sharing` or `credit_of` is not the one of Chunk-GRPO. For other methods
-    call `load_method(settings).counts()`.
+    Raises InputError unless `method` is chunk, `window` all, `sharing` own and `credit_of` image. For other settings call
+    `load_method(settings).counts()`.
     """
     if (
         settings.method != "chunk"
@@ -117,7 +117,7 @@ def forwards_per_image(
     settings: Settings,
     counts: IterationCounts,
 ) -> dict[str, float]:  # keyed by the fields of IterationCounts
-    """Divide the counts of an iteration by its number of images; leave out `baseline` if it is 0."""
+    """Divide the counts of an iteration by its number of trained images; leave out `baseline` if it is 0."""
     names = ["rollout", "trained", "extra"]
     if counts.baseline > 0:
         names.append("baseline")
@@ -126,7 +126,10 @@ def forwards_per_image(
 
 # %% ../../nbs/06_planning/00_counts.ipynb #fbe15554
 def forward_backward_cost(settings: Settings) -> int:
-    """Return the cost of a forward pass and its backward pass together, in units of a forward pass."""
+    """Return the cost of a forward and a backward pass together, in forward passes.
+
+    The cost is 3, or 2 for an adapter, and 1 more with gradient checkpointing.
+    """
     return (2 if settings.lora_rank else 3) + settings.gradient_checkpointing
 
 
@@ -162,17 +165,17 @@ def prompt_list_exists(
 
 
 class EvaluationForwards(NamedTuple):
-    """Forward passes of the evaluation after a run that use one sampler: the ODE, or the sampler of training."""
+    """The forward passes that the evaluation after a run makes with one sampler: the ODE, or the sampler of training."""
 
     arms: int  # number of arms with this sampler, such as base and trained weights
     per_image: int  # forward passes per image and arm
     sizes: tuple[
         int | tuple[int, int], ...
-    ]  # of the images: side length or (height, width), pixels
+    ]  # sizes of the images: each a side length or (height, width), in pixels
 
 
 class EvaluationFlops(NamedTuple):
-    """Floating-point operations of a run's evaluations."""
+    """The floating-point operations of a run's evaluations."""
 
     during_training: float  # operations of one evaluation during training
     evaluations: int  # number of evaluations during training

@@ -32,9 +32,9 @@ from chunk_grpo.planning.counts import (
 # %% ../../nbs/06_planning/03_devices.ipynb #9d261acb
 @dataclass(frozen=True)
 class DeviceSpec:
-    """Memory and rates of a device, from its data sheet."""
+    """The memory and the rates of a device, from its data sheet."""
 
-    name: str  # as in `find_device`
+    name: str  # such as h100 or a100-80
     gigabytes: int  # of memory
     bandwidth: float  # of the memory, TB/s
     bfloat16: float  # TFLOP/s of matrix products in bfloat16
@@ -93,8 +93,8 @@ def find_device(
 
 def recognise_gpu(
     gpu: str,  # torch's name for a GPU, such as NVIDIA H100 80GB HBM3
-) -> str | None:  # name of the device, as in `find_device`; None: not in the table
-    """Find the device in the table to which torch's name for a GPU refers."""
+) -> str | None:  # such as "h100"; None if `find_device` has no such device
+    """Return the name under which `find_device` finds a GPU, from torch's name for that GPU."""
     text = re.sub(r"[^a-z0-9]", "", gpu.lower())
     # Try longer names first, because GH200 contains H200.
     kinds = sorted({name.partition("-")[0] for name in _DEVICES}, key=len, reverse=True)
@@ -109,7 +109,7 @@ def recognise_gpu(
 
 # %% ../../nbs/06_planning/03_devices.ipynb #a2fd24b5
 def measure_matmul_rate(
-    dtype: str = "float32",  # of the matrices
+    dtype: str = "float32",  # torch's name for the dtype of the matrices, such as bfloat16
     seconds: float = 0.3,  # minimum duration of the measurement
 ) -> float:  # floating-point operations per second
     """Measure the rate at which this machine's GPU, or else its CPU, multiplies matrices.
@@ -143,14 +143,15 @@ class RateShare(NamedTuple):
 
 def rate_share(
     device: str,  # name of the device, as in `find_device`
-    dtype: str,  # of the forward pass
-    resolution: int | tuple[int, int],  # of the images: side length or (height, width), pixels
+    dtype: str,  # dtype of the forward pass: float32, bfloat16 or float16
+    resolution: int | tuple[int, int],  # size of the images: side length or (height, width), pixels
     config: ModelConfig,
     phase: str = "forward",  # "forward", or "update": a forward and a backward pass
 ) -> RateShare:
-    """Return the share of its rate that a device reached in the measurement at the nearest resolution.
+    """Return the share of its data sheet's rate that a device reached when it was measured at the nearest resolution.
 
-    If there is no measurement on the device, or if the model has less than a billion parameters, return ASSUMED_MFU.
+    If there is no measurement on the device with this dtype, or if the model has less than a billion parameters, the value
+    is ASSUMED_MFU, 0.3, and the source "assumed".
     """
     rows = json.loads(_SHARES_FILE.read_text()) if _SHARES_FILE.is_file() else []
     # float16 has bfloat16's rate, and shares were measured in bfloat16 alone.
@@ -182,9 +183,10 @@ def phase_shares(
     settings: Settings,
     config: ModelConfig,
     device: DeviceSpec,
-    share: float | None = None,  # of the device's rate; None: measured or assumed
+    # share of the device's rate that a run reaches; None: measured or assumed
+    share: float | None = None,
 ) -> dict[str, RateShare]:  # keyed by phase: rollout, baseline, update, evaluation
-    """Return the share of the device's rate that each phase of a run is expected to reach."""
+    """Return the share of the device's rate that each phase of a run is expected to reach, from `rate_share`."""
     size = _typical_size(settings)
     phases = {
         "rollout": ("forward", size),
@@ -210,14 +212,15 @@ def iteration_seconds(
     settings: Settings,
     config: ModelConfig,
     device: DeviceSpec,
-    share: float | None = None,  # of the device's rate; None: measured or assumed
-    processes: int = 1,  # one per device
+    # share of the device's rate that a run reaches; None: measured or assumed
+    share: float | None = None,
+    processes: int = 1,  # number of processes, one per device
     counts: IterationCounts | None = None,  # None: those of `iteration_counts`
-) -> dict[str, float]:  # keyed by phase
+) -> dict[str, float]:  # keyed by phase: rollout, baseline (if there is one), update
     """Estimate how many seconds each phase of an iteration takes.
 
-    A phase takes the longer of two times: that of its arithmetic, and that of moving weights and moments from and to
-    the device's memory.
+    A phase takes the longer of two times: the time for its arithmetic, and the time for moving weights and moments from and
+    to the device's memory.
     """
     bytes_per_weight = TORCH_DTYPES[settings.dtype].itemsize if settings.lora_rank else 4
     weight_bytes = model_sizes(config)["transformer"] * bytes_per_weight

@@ -37,9 +37,9 @@ _DEFAULT_HELD_OUT_PROMPTS = 400
 def _count_negative_prompts(
     settings: Settings,
     config: ModelConfig,
-    prompts: int,  # largest number of prompts that the run encodes
+    prompts: int,  # upper bound of the number of prompts that the run encodes
 ) -> int:
-    """Return the largest number of negative prompts that a run encodes; 0 without classifier-free guidance.
+    """Return an upper bound of the number of negative prompts that a run encodes; 0 without classifier-free guidance.
 
     A run encodes the setting `negative_prompt`, which may be empty, and the negative prompts in the prompt lists. An
     editing model encodes a negative prompt for each prompt, together with the prompt's image.
@@ -62,7 +62,7 @@ def count_encoded_prompts(
     config: ModelConfig,
     extra_prompts: int = 0,  # number of prompts that only the evaluation after the run uses
 ) -> int:
-    """Return the largest number of prompts that a run encodes, including negative prompts."""
+    """Return an upper bound of the number of prompts that a run encodes, including negative prompts."""
     prompts = (
         settings.iterations * settings.prompts_per_iteration + settings.eval_count + extra_prompts
     )
@@ -75,7 +75,8 @@ def run_disk_bytes(
 ) -> dict[str, int]:  # bytes, keyed by content
     """Estimate an upper bound of the bytes that a run writes, from its settings and the sizes of the model alone.
 
-    The evaluation after the run and the embeddings of the prompts are included.
+    The keys are checkpoints, trained weights, images, the rest and, as the last, embeddings. The images of the evaluation
+    after the run and the embeddings of its prompts are included.
     """
     held_out = len(read_held_out_prompts(settings)) or _DEFAULT_HELD_OUT_PROMPTS
     trained = count_trained_parameters(config, settings.lora_rank, settings.lora_targets)
@@ -100,10 +101,10 @@ def run_disk_bytes(
 def estimate_new_disk_bytes(
     settings: Settings,
 ) -> tuple[int, int]:  # bytes in the run folder; bytes in the store of embeddings
-    """Estimate how many bytes a run will write to its folder and to the store of embeddings.
+    """Estimate how many bytes a run will write to its folder and to the store of prompt embeddings.
 
-    This reads the model's configuration and the prompt lists, and subtracts bytes that the store already holds. The
-    evaluation after the run is included.
+    The function reads the model's configuration and the prompt lists, and subtracts the bytes that the store already holds.
+    The evaluation after the run is included.
     """
     prompts = len(read_run_prompts(settings, "prompts"))
     held_out = len(read_run_prompts(settings, "eval_prompts"))
@@ -126,7 +127,7 @@ def check_disk_space(
     settings: Settings,
     out: Path,  # the run folder, which need not exist yet
 ) -> None:
-    """Raise InputError unless the disks have space for the run's files and the embeddings of its prompts."""
+    """Raise InputError unless there is disk space for the files of the run and the embeddings of its prompts."""
 
     def nearest_existing_folder(folder: Path) -> Path:
         """Return the folder or its nearest parent that exists, which is on the same disk."""

@@ -28,7 +28,7 @@ from .counts import images_per_iteration
 
 # %% ../../nbs/06_planning/01_memory.ipynb #dc91178f
 def _trajectory_bytes(settings: Settings, config: ModelConfig) -> int:
-    """Return the bytes of all trajectories of an iteration, in all processes together."""
+    """Return the bytes of the stored latents of all images of an iteration, in all processes together."""
     # Latents of smaller images are padded to the largest size.
     numel = latent_numel(config, largest_training_size(settings))
     latent_bytes = numel * TORCH_DTYPES[settings.latents_dtype].itemsize
@@ -51,11 +51,13 @@ def _count_linear_parameters(
 def training_memory(
     settings: Settings,
     config: ModelConfig,
-    processes: int = 1,  # among which images and sharded weights are divided
+    processes: int = 1,  # number of processes, which share images and sharded weights
 ) -> dict[str, int]:  # bytes, keyed by content
     """Estimate the device memory of one process for weights, optimizer, trajectories and activations.
 
-    Decoding, the autoencoder and reward models are not included; `peak_memory` adds them.
+    The keys are weights, gathered blocks (of sharded weights), gradients, moments, base weights kept aside, moving average,
+    trajectories and activations; a part that the run does not need has 0 bytes. The memory of decoding, the autoencoder and
+    reward models is not included; `peak_memory` adds it.
     """
     sizes = model_sizes(config)
     trained = count_trained_parameters(config, settings.lora_rank, settings.lora_targets)
@@ -106,11 +108,12 @@ REWARD_MODEL_SIZES = {  # reward -> number of parameters, bytes per parameter
 def peak_memory(
     settings: Settings,
     config: ModelConfig,
-    processes: int = 1,  # among which images and sharded weights are divided
+    processes: int = 1,  # number of processes, which share images and sharded weights
 ) -> tuple[int, dict[str, int]]:  # bytes at the peak; bytes keyed by content
     """Estimate the peak device memory of one process, with the autoencoder and reward models.
 
-    Activations and decoding are never in memory together, so the total counts only the larger of the two.
+    The parts are those of `training_memory`, and autoencoder, rewards and decoding. Activations and decoding are never in
+    memory together, so the total counts only the larger of the two.
     """
     evaluated_images = settings.eval_count * settings.eval_images
     batches = [
@@ -145,9 +148,9 @@ def peak_memory(
 def host_memory(
     settings: Settings,
     config: ModelConfig,
-    processes: int = 1,  # on the host
-) -> dict[str, int]:  # bytes, keyed by content
-    """Estimate the peak host memory of all processes on a host: weights while they load, and trajectories.
+    processes: int = 1,  # number of processes on the host
+) -> dict[str, int]:  # bytes, with the keys "weights while they load" and "trajectories"
+    """Estimate the peak host memory of all processes on a host.
 
     A base that stays in host memory (`sharding_offload`) needs no more memory than it did while it loaded.
     """

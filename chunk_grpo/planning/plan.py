@@ -70,7 +70,7 @@ def _format_amount(
     amount: float,  # number of operations or bytes
     unit: str,  # "FLOP" or "B"
 ) -> str:
-    """Format a number of operations or bytes with three digits and a prefix, such as 1.23 TFLOP."""
+    """Format a number of operations or bytes with three significant digits and a prefix, such as 1.23 TFLOP."""
     prefixes = ("", "k", "M", "G", "T", "P", "E")
     power = 0
     while amount >= 999.5 and power < len(prefixes) - 1:
@@ -80,7 +80,7 @@ def _format_amount(
 
 
 def _format_duration(seconds: float) -> str:
-    """Format a duration with three digits in seconds, minutes, hours or days, such as 2.82 minutes."""
+    """Format a duration with three significant digits in seconds, minutes, hours or days, such as 2.82 minutes."""
     for limit, size, unit in ((120, 1, "s"), (7200, 60, "minutes"), (172800, 3600, "hours")):
         if seconds < limit:
             return f"{seconds / size:.3g} {unit}"
@@ -124,20 +124,24 @@ _JSON_KEYS = {
 def row_json_key(
     name: str,  # printed name of a row
 ) -> str:
-    """Return the key of a row in `plan --json`, which does not change if its printed name does."""
+    """Return the key that `plan --json` uses for a row, such as "images an iteration" for "images per iteration".
+
+    A key never changes, even if the printed name does.
+    """
     return _JSON_KEYS.get(name.strip(), name.strip())
 
 
 def describe_counts(
     settings: Settings,
-    processes: int = 1,  # among which the images are divided
+    processes: int = 1,  # number of processes, which share the images
     counts: IterationCounts | None = None,  # None: those of `iteration_counts`
-    # False: do not read the prompt lists to describe them: a run from elsewhere may name any file
+    # False: leave out the rows about prompt lists, because a run from elsewhere may name any file
     show_prompts: bool = True,
 ) -> list[tuple[str, str]]:  # rows of the table: name, text
     """Describe the images, updates, transitions and forward passes of an iteration, the run and its evaluation.
 
-    Raises InputError if the images cannot be divided among the processes.
+    A row is, for example, ("updates per iteration", "2, each on 96 images, the first on-policy"). Raises InputError if the
+    prompts cannot be divided evenly among the processes.
     """
     check_processes(settings, processes)
     images = images_per_iteration(settings)
@@ -237,9 +241,9 @@ _HOST_MEMORY_SAVING = {"sharding": "fsdp", "sharding_offload": True}
 
 
 def _serve_rewards_by_url(settings: Settings) -> dict[str, dict]:  # value of `reward_options`
-    """Return `reward_options` in which each reward model of the run has a placeholder URL.
+    """Return the run's `reward_options`, with a placeholder URL for each reward model that takes memory on the device.
 
-    A reward model that a server runs takes no memory on the training device.
+    A reward model with a URL runs on a server, and takes no memory on the training device.
     """
     names = {*reward_weights(settings), *evaluated_rewards(settings)} & set(REWARD_MODEL_SIZES)
     options = {name: dict(values) for name, values in settings.reward_options.items()}
@@ -250,12 +254,12 @@ def _serve_rewards_by_url(settings: Settings) -> dict[str, dict]:  # value of `r
 
 def _merge_savings(
     settings: Settings,
-    chosen: Sequence[dict],  # some of _SAVINGS
-    processes: int,  # one per device
-) -> dict | None:
-    """Merge some savings into one dict of changed settings, or return None if the combination is of no use.
+    chosen: Sequence[dict],  # some of _SAVINGS, each of the form setting -> new value
+    processes: int,  # number of processes, one per device
+) -> dict | None:  # setting -> new value
+    """Merge some savings into one dict of changed settings, or return None if the combination cannot be used.
 
-    That is the case if one of the savings changes nothing, or if a run would reject the changed settings.
+    A combination cannot be used if one of its savings changes nothing, or if a run would reject the changed settings.
     """
     changes = {}
     for saving in chosen:
@@ -289,10 +293,10 @@ def _find_savings(
     settings: Settings,
     config: ModelConfig,
     device: DeviceSpec,
-    processes: int = 1,  # one per device
-    # changed settings, or None if no combination fits; bytes with them, or the fewest bytes found
+    processes: int = 1,  # number of processes, one per device
+    # changed settings, or None if no set fits; peak bytes with them, or the fewest bytes found
 ) -> tuple[dict | None, int]:
-    """Find the smallest set of savings with which a run fits into a device's memory.
+    """Find the smallest set of savings (_SAVINGS) with which a run fits into a device's memory.
 
     Sets that keep the base in host memory are tried last.
     """
@@ -317,7 +321,7 @@ def _find_savings(
 def _format_changes(
     changes: dict,  # setting -> new value
 ) -> str:
-    """Format changed settings as arguments of the command line, quoted for the shell."""
+    """Format changed settings as arguments of the command line, quoted for the shell, such as "vae_tiling=true"."""
     texts = []
     for name, value in changes.items():
         text = str(value)
@@ -333,7 +337,10 @@ def _describe_shares(
     shares: dict[str, RateShare],  # keyed by phase
     phases: Sequence[str],  # keys of the shares to describe
 ) -> str:
-    """Describe the rate shares of some phases and their sources; phases with equal shares are described together."""
+    """Describe the rate shares of some phases, such as "rollout 26%, assumed; update 25%, given".
+
+    Phases with the same share and source are described together; if all agree, the phases are not named.
+    """
     phases_of_text = {}
     for phase in phases:
         value, source = shares[phase]
@@ -346,9 +353,9 @@ def _describe_shares(
 def _describe_device(
     settings: Settings,
     config: ModelConfig,
-    name: str,  # of the device, as in `find_device`
-    share: float | None,  # of the device's rate; None: measured or assumed
-    processes: int,  # one per device
+    name: str,  # name of the device, as in `find_device`
+    share: float | None,  # share of the device's rate that a run reaches; None: measured or assumed
+    processes: int,  # number of processes, one per device
     counts: IterationCounts | None,  # None: those of `iteration_counts`
 ) -> list[tuple[str, str]]:  # rows of name and text
     """Describe whether a run fits into a device's memory, the bytes of each part, and how long the run takes."""
@@ -427,14 +434,16 @@ def _describe_device(
 # %% ../../nbs/06_planning/05_plan.ipynb #51e25ad7
 def estimate_numbers(
     settings: Settings,
-    rate: float,  # of matrix products on the device of one process, operations per second
-    processes: int = 1,  # one per device
+    rate: float,  # rate of matrix products on the device of one process, operations per second
+    processes: int = 1,  # number of processes, one per device
     counts: IterationCounts | None = None,  # None: those of `iteration_counts`
 ) -> dict:
     """Compute the numbers of a plan: counts, parameters, operations, bytes and seconds.
 
-    The seconds are lower bounds, which a device reaches only if it computes at `rate` all the time. If the sizes of the
-    model are not known, everything but the counts is None.
+    The keys are iterations, images_per_iteration, transitions_per_iteration, forwards_per_image, parameters (all, trained),
+    flops (by phase of an iteration), memory_bytes (by content) and least_seconds (iteration, evaluation, run). The seconds
+    are lower bounds, which a device reaches only if it computes at `rate` all the time. If the sizes of the model are not
+    known, the last four are None.
     """
     iteration = counts or iteration_counts(settings)
     numbers = {
@@ -472,7 +481,7 @@ def estimate_numbers(
 @functools.cache
 def _describe_adapted_layers(
     config: ModelConfig,
-    rank: int,  # of the adapters
+    rank: int,  # rank of the adapters
     targets: tuple[str, ...],  # layers with an adapter; empty: the default of the model family
 ) -> str:
     """Describe the layers that get an adapter as patterns of their names, each with its number of layers."""
@@ -485,14 +494,17 @@ def _describe_adapted_layers(
 
 def describe_estimates(
     settings: Settings,
-    rate: float,  # of matrix products on the device of one process, operations per second
-    processes: int = 1,  # one per device
+    rate: float,  # rate of matrix products on the device of one process, operations per second
+    processes: int = 1,  # number of processes, one per device
     counts: IterationCounts | None = None,  # None: those of `iteration_counts`
     # name of a device, as in `find_device`, for its memory and time; "": the least time at the rate
     device: str = "",
-    share: float | None = None,  # of the device's rate; None: measured on it, or assumed
+    share: float | None = None,  # share of the device's rate; None: measured or assumed
 ) -> list[tuple[str, str]]:  # rows of name and text
-    """Estimate and describe a run's parameters, operations, memory, time and disk space."""
+    """Estimate and describe a run's parameters, operations, memory, time and disk space.
+
+    If the sizes of the model are not known, the only row says so. Raises InputError if there is no device of this name.
+    """
     config = find_model_config(settings.model, settings.family)
     if config is None:
         return [
@@ -593,13 +605,13 @@ def describe_estimates(
 def describe_measured(
     settings: Settings,
     lines: list[dict],  # the run's metrics, one dict per iteration
-    rate: float,  # of matrix products on the device of one process, operations per second
-    processes: int = 1,  # among which the images were divided
+    rate: float,  # rate of matrix products on the device of one process, operations per second
+    processes: int = 1,  # number of processes, which shared the images
     counts: IterationCounts | None = None,  # None: those of `iteration_counts`
 ) -> list[tuple[str, str]]:  # rows of name and text
-    """Compare the measured time of each phase of a run with the least possible time at the rate.
+    """Compare the measured time of each phase of a run with the least possible time at `rate`.
 
-    Returns one row per phase, with the median over the iterations.
+    Returns one row per phase, with the median over the iterations, and a row that says that memory was not measured.
     """
     measured = [line["seconds"] for line in lines if line.get("seconds")]
     config = find_model_config(settings.model, settings.family)

@@ -25,7 +25,10 @@ LARGEST_ON_CPU = 1e9
 
 
 def _explain_large_model_on_cpu(settings: Settings) -> str:
-    """Explain that a large model would run on the CPU although `device` is not cpu; return "" if that is not the case."""
+    """Explain why a large model would run on the CPU although `device` is not cpu; return "" if it would not.
+
+    An example is "my/model has 11.9 billion parameters and torch sees no GPU (no NVIDIA driver is loaded)".
+    """
     config = find_model_config(settings.model, settings.family)
     if settings.device == "cpu" or torch.cuda.is_available() or not config:
         return ""
@@ -53,8 +56,8 @@ def choose_training_device(settings: Settings) -> str:
 def choose_image_device(settings: Settings) -> str:
     """Return the device on which a trained policy samples images, "cpu" or "cuda".
 
-    A large model may sample on the CPU, with a warning, so that you can inspect a run that was trained on a GPU on a
-    machine without one.
+    If a large model has to sample on the CPU, this function only warns, where `choose_training_device` raises an error, so
+    that you can inspect a run from a GPU on a machine without one.
     """
     if problem := _explain_large_model_on_cpu(settings):
         warnings.warn(
@@ -71,8 +74,11 @@ _MACHINES = {
 }
 
 
-def machine_presets() -> dict[str, tuple[str, int]]:  # preset -> device, processes
-    """Return the device and the number of processes of each preset in machines/, which is named after a machine."""
+def machine_presets() -> dict[str, tuple[str, int]]:  # preset -> (device, processes)
+    """Return the device and the number of processes of each preset in machines/, from the machine in its name.
+
+    An example is "machines/8x80gb-full-flux1-dev": ("h100", 8).
+    """
     return {
         name: _MACHINES[name.removeprefix("machines/").split("-")[0]]
         for name in list_presets()
@@ -81,7 +87,7 @@ def machine_presets() -> dict[str, tuple[str, int]]:  # preset -> device, proces
 
 
 def find_preset_processes(
-    source: str | None,  # preset or file of the settings
+    source: str | None,  # preset or file from which the settings come; None: neither
 ) -> int | None:
     """Return the number of processes on the machine that a preset is made for.
 
@@ -102,12 +108,13 @@ _PROCESS_BYTES = 1_000_000_000
 
 def choose_processes(
     settings: Settings,
-    source: str | None = None,  # preset or file of the settings
+    source: str | None = None,  # preset or file from which the settings come; None: neither
 ) -> int:
     """Return the number of processes with which a run is expected to be fastest on this machine.
 
     With GPUs, it is the number that the preset is made for if there are at least as many GPUs and the prompts divide
-    evenly among the processes; otherwise it is 1.
+    evenly among the processes; otherwise it is 1. Without a GPU, it is the largest number up to the number of cores that
+    divides the prompts, or 1 if the run is short, memory is scarce, or at least half of the cores would be idle.
     """
     info = machine.machine_info()
     preset_processes = find_preset_processes(source) or 1
