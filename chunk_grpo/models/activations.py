@@ -143,8 +143,8 @@ class LiveBytesMode(TorchDispatchMode):
 
     def release(
         self,
-        key: int,  # identity of a storage
-        size: int,  # its bytes
+        key: int,  # identity of the storage
+        size: int,  # its size in bytes
     ) -> None:
         """Subtract the bytes of a storage that was freed."""
         self.live_storages.discard(key)
@@ -197,9 +197,7 @@ def _count_activation_bytes(
     max_tokens: int,  # of a prompt
     dtype: str,  # of the forward pass
     rank: int,  # of the adapters; 0: all weights are trained
-    targets: tuple[
-        str, ...
-    ],  # layers with an adapter, as for `find_lora_layers`; empty: the family's
+    targets: tuple[str, ...],  # as for `find_lora_layers`; empty: those of the family
     checkpointing: bool,  # gradient checkpointing
 ) -> tuple[int, int]:  # fixed bytes, bytes per row
     """Count the bytes that a forward pass saves for its backward pass, which are a fixed number plus a number per row.

@@ -54,8 +54,8 @@ _FACTOR = re.compile(
 
 # %% ../../nbs/03_models/06_adapters.ipynb #5b1f0a07
 def _download_adapter(
-    source: str,
-) -> Path:  # source: such as owner/name or owner/name:file.safetensors
+    source: str,  # such as owner/name or owner/name:file.safetensors
+) -> Path:
     """Download an adapter's file from the hub and return its path; raise InputError if that fails."""
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError

@@ -82,10 +82,8 @@ def read_model_config(
 def find_model_config(
     model: str,  # one of POCKET_MODELS such as pocket, a folder, or a hub id
     family: str = "",  # as for `read_model_config`
-) -> (
-    ModelConfig | None
-):  # None for a hub id that no family lists, and for a folder of an unknown family
-    """Return the configurations of the networks of a model, which is named by `model`.
+) -> ModelConfig | None:
+    """Return the configurations of a model's networks, or None for a hub id that no family lists or an unknown family.
 
     Raises InputError for a folder that cannot be read.
     """
@@ -103,9 +101,7 @@ def build_meta_policy(
     max_tokens: int,  # of a prompt
     dtype: str = "float32",  # of the forward pass
     rank: int | None = None,  # of the trained adapter; 0: all weights are trained; None: none are
-    targets: tuple[
-        str, ...
-    ] = (),  # layers with an adapter, as for `find_lora_layers`; empty: the family's
+    targets: tuple[str, ...] = (),  # as for `find_lora_layers`; empty: the family's
 ) -> Policy:
     """Build a model's policy with networks on torch's meta device, which have shapes but no memory.
 
@@ -225,9 +221,7 @@ def model_sizes(config: ModelConfig) -> dict[str, int]:
 def count_trained_parameters(
     config: ModelConfig,  # of the model's networks
     rank: int,  # of the adapters; 0: all weights are trained
-    targets: tuple[
-        str, ...
-    ] = (),  # layers with an adapter, as for `find_lora_layers`; empty: the family's
+    targets: tuple[str, ...] = (),  # as for `find_lora_layers`; empty: the family's
 ) -> int:
     """Return the number of parameters that a run trains: those of the adapters, or those of the transformer.
 
@@ -347,12 +341,10 @@ def forward_flops(
 
 def mean_forward_flops(
     config: ModelConfig,  # of the model's networks
-    sizes: Sequence[
-        int | tuple[int, int]
-    ],  # side lengths or (height, width), pixels; all equally likely
+    sizes: Sequence[int | tuple[int, int]],  # side lengths or (height, width); equally likely
     max_tokens: int,  # of a prompt
 ) -> float:
-    """Return the mean, over the sizes, of the floating-point operations of a forward pass for one image."""
+    """Return the number of floating-point operations of a forward pass for one image, averaged over the sizes."""
     flops = [forward_flops(config, size, max_tokens) for size in sizes]
     if len(flops) == 1:
         return flops[0]  # an int, which no division rounds

@@ -130,12 +130,11 @@ class QwenImageEditPolicy(QwenImagePolicy):
         self,
         pipe: Any,  # a QwenImageEditPipeline
         prompts: list[str],  # P of them, each an `ImagePrompt`
-    ) -> dict[
-        str, Tensor
-    ]:  # prompt_embeds (P, L, D), prompt_embeds_mask (P, L), image_latents (P, S, C)
+    ) -> dict[str, Tensor]:
         """Encode prompts and their images into the states of the language model and the latents of the images.
 
-        L is `max_tokens` plus `image_text_tokens`. Raises InputError if a prompt is longer, or has no readable image.
+        Returns `prompt_embeds` (P, L, D), `prompt_embeds_mask` (P, L) and `image_latents` (P, S, C), where L is
+        `max_tokens` plus `image_text_tokens`. Raises InputError if a prompt is longer, or has no readable image.
         """
         images = open_source_images(self, prompts)
         length = self.max_tokens + self.image_text_tokens

@@ -747,7 +747,7 @@ def split_prompt_column(
 def is_prompt_list(
     path: str | Path,  # of a list of prompts, without a column
 ) -> bool:
-    """Return True if the path is that of a file, of any kind, or a folder that `save_to_disk` of the datasets library wrote."""
+    """Return True for an existing file of any type, and for a folder that `save_to_disk` of the datasets library wrote."""
     return os.path.isfile(path) or any(
         os.path.isfile(os.path.join(path, name)) for name in _DATASET_FILES
     )
@@ -1495,11 +1495,11 @@ def read_run_prompts(
 
 def allows_record_sizes(
     settings: Any,  # of a run; settings without `resolution` allow no sizes
-    field: str,  # prompts or eval_prompts
+    field: str,  # the setting that names the list: prompts or eval_prompts
 ) -> bool:
-    """Return True if the records of a run's list may name the size of their images.
+    """Return True if the records of a run's list of prompts may name the size of their images.
 
-    Only training prompts may, and only if `resolution` has several sizes.
+    Only those of training prompts may, and only if `resolution` has several sizes.
     """
     has_sizes = hasattr(settings, "resolution") and len(training_sizes(settings)) > 1
     return field == "prompts" and has_sizes
@@ -1740,8 +1740,7 @@ def sample_prompt_indices(
     """Return the indices of the prompts that an iteration trains on.
 
     Each epoch shuffles the list and drops the prompts at its end that do not fill an iteration. The same arguments give
-    the same indices, in every process. Raises InputError if the
-    list has fewer than `count` prompts.
+    the same indices, in every process. Raises InputError if the list has fewer than `count` prompts.
     """
     if count > total:
         raise InputError(
@@ -1757,7 +1756,10 @@ def space_positions_evenly(
     total: int,  # length of the list
     count: int,  # positions to choose; all of the list if it is shorter
 ) -> list[int]:
-    """Return `count` positions that are evenly spaced in a list, starting with 0, such as [0, 2, 4] for 6 and 3."""
+    """Return `count` positions that are evenly spaced in a list, starting with 0.
+
+    A total of 6 and a count of 3 give [0, 2, 4].
+    """
     count = min(count, total)
     return [i * total // count for i in range(count)]
 
@@ -1934,7 +1936,7 @@ def describe_inputs(
 def find_changed_input(
     settings: Any,  # of a run
     run_info: Mapping,  # content of run.json; if model_sha256, prompts_sha256 or inputs is missing, it is not compared
-    names: Sequence[str] = ("model", "prompts", "eval_prompts"),  # inputs to compare
+    names: Sequence[str] = ("model", "prompts", "eval_prompts"),  # the inputs to compare
 ) -> str | None:
     """Return the first of model, prompts and eval_prompts that differs from what the run recorded, or None.
 

@@ -85,7 +85,7 @@ def align_parameters(
 def _load_network(
     policy: "Policy",  # its folder, device, dtype and quantization are set already
     network_index: int,  # 0: the transformer, 1: the VAE
-    weights: torch.dtype,  # number format in which the network's weights are held in memory
+    weights: torch.dtype,  # number format of the network's weights in memory
     keep_on_cpu: bool = False,  # do not move the network to the policy's device
 ) -> Any:
     """Load one network of the policy's folder, frozen and in evaluation mode, and return it.
@@ -195,10 +195,10 @@ def is_described_by_shift(policy: "Policy") -> bool:
 
 
 def scheduler_sigmas(
-    policy: "Policy",
+    policy: "Policy",  # of which the scheduler's configuration is used
     **arguments: Any,  # arguments of the scheduler's `set_timesteps`, such as sigmas and mu
 ) -> Tensor:  # (T + 1,) float32, for T steps
-    """Return the noise levels that the pipeline's scheduler computes from these arguments, which end with 0.
+    """Return the noise levels that the pipeline's scheduler computes from these arguments.
 
     Raises InputError if the levels do not fall from 1 to 0.
     """
@@ -227,7 +227,7 @@ def compute_network_sigma(
 
 # %% ../../nbs/03_models/02_policy.ipynb #4bd36afa
 def _largest_vae_activation(
-    config: Any,  # a VAE's configuration, `vae.config`
+    config: Any,  # a VAE's configuration, as `vae.config` of diffusers
     resolution: int | tuple[int, int],  # side length or (height, width), pixels
 ) -> int:
     """Return how many values the largest output of a layer of the VAE's decoder has for one image."""
@@ -243,8 +243,8 @@ def _largest_vae_activation(
     )
 
 # %% ../../nbs/03_models/02_policy.ipynb #d353d3d2
-def padded_batch_size(count: int) -> int:  # count: rows, from 1; returns at least as many
-    """Return the smallest number from `count` on that is a power of two or 3/4 of one: 1, 2, 3, 4, 6, 8, 12, 16, ..."""
+def padded_batch_size(count: int) -> int:  # count: rows of a batch, from 1
+    """Return the smallest of 1, 2, 3, 4, 6, 8, 12, 16, ... (powers of two and 3/4 of them) that is at least `count`."""
     power = 2 ** (count - 1).bit_length()
     return power * 3 // 4 if 4 * count <= power * 3 else power
 
@@ -304,7 +304,7 @@ class Family:
 
     def load_networks(
         self,
-        weights: torch.dtype,  # number format in which the transformer's weights are held in memory
+        weights: torch.dtype,  # of the transformer's weights in memory
         keep_on_cpu: bool,  # do not move the transformer to the policy's device
     ) -> tuple[Any, Any]:  # transformer and VAE
         """Load the transformer and the VAE, both frozen.
@@ -395,7 +395,7 @@ class Policy(Family):
         guidance: float = 3.5,  # embedded guidance scale; ignored by models without the embedding
         dtype: torch.dtype = torch.float32,  # of the forward passes
         device: str | torch.device = "cpu",  # where the networks compute
-        weights: torch.dtype = torch.float32,  # number format in which the transformer's weights are held
+        weights: torch.dtype = torch.float32,  # of the transformer's weights in memory
         true_cfg_scale: float = 1.0,  # classifier-free guidance scale; 1: off
         keep_on_cpu: bool = False,  # leave the transformer on the CPU, from where `shard_model` takes it
         vae_tiling: bool = False,  # decode images one by one, and large ones in the VAE's tiles
@@ -505,7 +505,7 @@ class Policy(Family):
     ) -> Tensor:  # (B, S, C) float32
         """Return the velocity $v_\\theta(x_t, t)$ of each image's latents at their own sigma and with their own conditioning.
 
-        With `true_cfg_scale` above 1 this is the velocity of `apply_guidance`, and the conditioning must have negative rows.
+        With `true_cfg_scale` above 1 this is the velocity of `apply_guidance`, and `conditioning` needs the `negative_` tensors.
         """
         count = len(latents)
         latents = latents.to(self.dtype)
@@ -579,8 +579,7 @@ def _load_policy_of_pipeline(
     pipe: "diffusers.DiffusionPipeline",  # whose networks are used as they are
     resolution: int | tuple[int, int],  # side length or (height, width), pixels
     dtype: str,  # of the forward passes; must be that of the pipeline
-    weights: str
-    | None,  # number format in which the transformer's weights are held; None: that of the pipeline
+    weights: str | None,  # dtype of the transformer's weights in memory; None: that of the pipeline
     family: str,  # a class of your own, as file.py:Class; empty: the class of the pipeline decides
     **options: Any,  # further arguments of `Policy`, such as max_tokens
 ) -> Policy:
@@ -640,8 +639,7 @@ def load_policy(
     *,
     resolution: int | tuple[int, int],  # side length or (height, width), pixels
     dtype: str = "float32",  # of the forward passes: float32, bfloat16 or float16
-    weights: str
-    | None = None,  # number format in which the transformer's weights are held; None: as `dtype`
+    weights: str | None = None,  # dtype of the transformer's stored weights; None: as `dtype`
     family: str = "",  # a class of your own, as file.py:Class; empty: the model's pipeline decides
     # arguments of `Policy`: max_tokens, guidance, true_cfg_scale, device, keep_on_cpu, vae_tiling, quantization
     **options,

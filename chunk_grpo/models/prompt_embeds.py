@@ -121,9 +121,7 @@ def _read_prompt_embeds(
 def cache_prompt_embeds(
     prompts: list[str],  # whose embeddings must be on disk afterwards
     key: str,  # hash of everything else that the embeddings depend on
-    encode: Callable[
-        [list[str]], dict[str, Tensor]
-    ],  # returns tensors, keyed by name, with one row per prompt
+    encode: Callable[[list[str]], dict[str, Tensor]],  # returns tensors with one row per prompt
     batch_size: int = 64,  # prompts encoded at once
 ) -> dict[str, Path]:  # keyed by prompt
     """Encode the prompts that are not on disk or whose file is damaged, and return the path of every prompt's file.

@@ -73,9 +73,7 @@ _COMPILERS = {
 # %% ../../nbs/03_models/04_trainable.ipynb #1ebb5506
 def find_lora_layers(
     net: nn.Module,  # a transformer
-    lora_targets: tuple[
-        str, ...
-    ] = (),  # parts of names, such as ("to_q", "to_v"); empty: `family_targets`
+    lora_targets: tuple[str, ...] = (),  # such as ("to_q", "to_v"); empty: `family_targets`
     family_targets: tuple[str, ...] = LORA_TARGETS,  # ends of the names of layers within blocks
 ) -> list[str]:
     """Return the names of the linear layers to adapt, in the order of the network.
@@ -134,9 +132,7 @@ def freeze_layers_without_gradient(
 def make_trainable(
     policy: Policy,  # changed in place
     lora_rank: int = 0,  # rank of the adapter; 0: full fine-tuning
-    lora_targets: tuple[
-        str, ...
-    ] = (),  # layers to adapt, as for `find_lora_layers`; empty: the family's
+    lora_targets: tuple[str, ...] = (),  # as for `find_lora_layers`; empty: the family's
     lora_alpha: int = 0,  # the adapter is scaled by lora_alpha / lora_rank; 0: by 1
     gradient_checkpointing: bool = False,  # recompute activations: less memory, 1/3 more time
     seed: int = 0,  # of the adapter's initial values
@@ -148,8 +144,7 @@ def make_trainable(
     """Prepare a policy for training and return its trainable weights.
 
     Full fine-tuning copies the base weights, or this process's shards of them, into `policy.base_params`; LoRA adds an
-    adapter. Raises
-    InputError if a target matches no linear layer, or none of the adapted layers gets a gradient.
+    adapter. Raises InputError if a target matches no linear layer, or none of the adapted layers gets a gradient.
     """
     net = policy.transformer
     if gradient_checkpointing:
@@ -481,9 +476,7 @@ def load_trainable_policy(
     model: str,  # "pocket", a folder or a hub id
     *,
     lora_rank: int = 0,  # rank of the adapter; 0: all weights are trained
-    lora_targets: tuple[
-        str, ...
-    ] = (),  # layers to adapt, as for `find_lora_layers`; empty: the family's
+    lora_targets: tuple[str, ...] = (),  # as for `find_lora_layers`; empty: the family's
     lora_alpha: int = 0,  # the adapter is scaled by lora_alpha / lora_rank; 0: by 1
     gradient_checkpointing: bool = False,  # recompute activations in the backward pass
     seed: int = 0,  # of the adapter's initial values
