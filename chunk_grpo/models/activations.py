@@ -53,12 +53,14 @@ _FLOAT32_OPS = (
 
 
 class _GpuNumberFormats(TorchFunctionMode):
-    """Make torch functions compute as on a GPU: in autocast's formats, and with attention that saves no matrix of all pairs."""
+    """Make torch functions compute as on a GPU: in autocast's number formats, and without saving a query-key matrix."""
 
     def __init__(
         self,
         dtype: torch.dtype,  # of the forward pass
-        float32_ops: tuple[str, ...] = _FLOAT32_OPS,  # names of operations that compute in float32
+        float32_ops: tuple[
+            str, ...
+        ] = _FLOAT32_OPS,  # operations that compute in float32, such as softmax
     ) -> None:
         """Store the format of the forward pass and the names of the operations that compute in float32."""
         super().__init__()

@@ -340,7 +340,7 @@ def _tensors_of_layout(
     adapter: Adapter,
     layout: str,  # diffusers, peft or kohya
 ) -> dict[str, Tensor]:
-    """Return an adapter's tensors, keyed by their names in a layout; B contains the scale, so a reader must apply 1."""
+    """Return an adapter's tensors, keyed by their names in a layout, for a reader that applies a scale of 1."""
     tensors = {}
     for name, (a, b) in adapter.layers.items():
         if layout == "kohya":
@@ -407,7 +407,7 @@ def start_from_adapter(
     policy: Policy,  # trainable with a new adapter; changed in place
     adapter: Adapter,  # of the same layers, with at most the rank of the policy's adapter
 ) -> None:
-    """Copy an adapter's factors into a policy's new adapter, and make the result the base of `base_weights`."""
+    """Copy an adapter's factors into a policy's new adapter, and make the result the base to which `base_weights` switches."""
     for name, (a, b) in adapter.layers.items():
         layer = policy.transformer.get_submodule(name)
         new_a = layer.lora_A["default"].weight

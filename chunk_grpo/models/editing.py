@@ -102,7 +102,7 @@ class FluxKontextPolicy(FluxPolicy):
         sigma: Tensor,  # (B,), noise level of each image, in [0, 1]
         rows: dict[str, Tensor],  # conditioning as `embed` returns it, one row per image
     ) -> Tensor:  # (B, S, C)
-        """Run the transformer once on the tokens of the generated and the source image; return the former's velocity."""
+        """Run the transformer once on the tokens of the noisy image and the source image; return the noisy image's velocity."""
         both = torch.cat([latents, rows["image_latents"]], dim=1)
         return super().predict(both, sigma, rows)[:, : latents.shape[1]]
 
@@ -157,6 +157,6 @@ class QwenImageEditPolicy(QwenImagePolicy):
         sigma: Tensor,  # (B,), noise level of each image, in [0, 1]
         rows: dict[str, Tensor],  # conditioning as `embed` returns it, one row per image
     ) -> Tensor:  # (B, S, C)
-        """Run the transformer once on the tokens of the generated and the source image; return the former's velocity."""
+        """Run the transformer once on the tokens of the noisy image and the source image; return the noisy image's velocity."""
         both = torch.cat([latents, rows["image_latents"]], dim=1)
         return super().predict(both, sigma, rows)[:, : latents.shape[1]]

@@ -1155,7 +1155,7 @@ def _normalize_field(name: object) -> str:
 
 
 def _is_blank(value: Any) -> bool:  # value: of a record's field
-    """Return True for None, a blank text, and an empty list or mapping, which may also be written as text."""
+    """Return True for None, a blank text, an empty list or mapping, and the text of one, such as "[]" or "{}"."""
     return value is None or (isinstance(value, (str, list, dict)) and not str(value).strip(" []{}"))
 
 
@@ -1333,7 +1333,7 @@ class ImagePrompt(str):
         return _copy_image_prompt(text, vars(self))
 
     def __eq__(self, other: object) -> bool:
-        """Compare the texts and the images."""
+        """Return True if `other` is an `ImagePrompt` with the same text and the same content of the image file."""
         return (
             isinstance(other, ImagePrompt)
             and str.__eq__(self, other)
@@ -1341,7 +1341,7 @@ class ImagePrompt(str):
         )
 
     def __ne__(self, other: object) -> bool:
-        """Return True unless texts and images are equal; `str.__ne__` would compare only the texts."""
+        """Return the opposite of `==`; the inherited `str.__ne__` would compare only the texts."""
         return not self == other
 
     def __hash__(self) -> int:
@@ -1349,7 +1349,7 @@ class ImagePrompt(str):
         return hash((str(self), self.image_sha256))
 
     def __reduce__(self) -> tuple:
-        """Pickle the text and the attributes, so that loading the prompt does not need the image's file."""
+        """Return what pickle stores, the text and the attributes, so that unpickling does not need the image's file."""
         return _copy_image_prompt, (str(self), vars(self))
 
 

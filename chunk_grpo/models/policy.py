@@ -214,7 +214,7 @@ def scheduler_sigmas(
 
 # %% ../../nbs/03_models/02_policy.ipynb #b9d5f00d
 def compute_network_sigma(
-    policy: "Policy",  # with the setting `truncate_timesteps`
+    policy: "Policy",  # its attribute `truncate_timesteps` holds the setting of that name
     sigma: Tensor,  # noise levels in [0, 1], of any shape
 ) -> Tensor:  # of the same shape; `sigma` itself if nothing is truncated
     """Return the noise levels that rollout and training pass to the network.
