@@ -53,12 +53,14 @@ _FLOAT32_OPS = (
 
 
 class _GpuNumberFormats(TorchFunctionMode):
-    """Imitate a GPU on any device: the number formats of autocast, and attention that does not save the matrix of all pairs."""
+    """Make torch functions compute as on a GPU: in autocast's number formats, and without saving a query-key matrix."""
 
     def __init__(
         self,
         dtype: torch.dtype,  # of the forward pass
-        float32_ops: tuple[str, ...] = _FLOAT32_OPS,  # names of operations that compute in float32
+        float32_ops: tuple[
+            str, ...
+        ] = _FLOAT32_OPS,  # operations that compute in float32, such as softmax
     ) -> None:
         """Store the format of the forward pass and the names of the operations that compute in float32."""
         super().__init__()
@@ -66,7 +68,7 @@ class _GpuNumberFormats(TorchFunctionMode):
         self.float32_ops = float32_ops
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        """Call a torch function with its arguments cast as by autocast, and attention with its flash kernel."""
+        """Call a torch function with its arguments cast as by autocast; attention without a mask calls the flash kernel."""
         name = getattr(func, "__name__", "")
         kwargs = kwargs or {}
         is_attention = name == "scaled_dot_product_attention"
@@ -85,10 +87,10 @@ class _GpuNumberFormats(TorchFunctionMode):
 
 
 @contextlib.contextmanager
-def _track_saved_tensors(policy: Policy) -> Iterator[dict[int, int]]:  # bytes, keyed by storage
-    """Record the sizes of the tensors that are saved for the backward pass within this context.
+def _track_saved_tensors(policy: Policy) -> Iterator[dict[int, int]]:  # storage -> bytes
+    """Record the bytes of the tensors that autograd saves for the backward pass within this context.
 
-    The yielded dictionary fills as the network runs. The network's own weights are left out.
+    Yields a dictionary that fills as the network runs, with one entry per storage. The transformer's own weights are left out.
     """
     weights = {
         p.untyped_storage()._cdata
@@ -98,7 +100,7 @@ def _track_saved_tensors(policy: Policy) -> Iterator[dict[int, int]]:  # bytes, 
     alive = []  # keeps the saved tensors, so that no other storage gets the address of one of them
 
     def pack(t: Tensor) -> Tensor:
-        """Record the storage of a tensor that is to be saved."""
+        """Record the bytes of a tensor that autograd saves, and return the tensor."""
         storage = t.untyped_storage()._cdata
         if storage not in weights and storage not in saved:
             saved[storage] = t.untyped_storage().nbytes()
@@ -112,8 +114,8 @@ def _track_saved_tensors(policy: Policy) -> Iterator[dict[int, int]]:  # bytes, 
 class LiveBytesMode(TorchDispatchMode):
     """Count the bytes of the tensors that are created within this context.
 
-    `now` counts the tensors that still exist, `peak` is the largest value of `now` so far, and `largest` is the size of
-    the largest floating-point tensor.
+    `now` is the number of bytes of the tensors that still exist, `peak` the largest value of `now` so far, and `largest`
+    the number of bytes of the largest floating-point tensor.
     """
 
     def __init__(self) -> None:
@@ -123,7 +125,7 @@ class LiveBytesMode(TorchDispatchMode):
         self.live_storages: set[int] = set()
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        """Run an operation, count the storages that it creates, and return its result."""
+        """Run an operation, count the bytes of the storages that it creates, and return its result."""
         out = function(*args, **(kwargs or {}))
         inputs = {
             t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)
@@ -143,8 +145,8 @@ class LiveBytesMode(TorchDispatchMode):
 
     def release(
         self,
-        key: int,  # identity of a storage
-        size: int,  # its bytes
+        key: int,  # identity of the storage
+        size: int,  # its size in bytes
     ) -> None:
         """Subtract the bytes of a storage that was freed."""
         self.live_storages.discard(key)
@@ -153,13 +155,14 @@ class LiveBytesMode(TorchDispatchMode):
 # %% ../../nbs/03_models/09_activations.ipynb #3f0383f4
 def _largest_block_bytes(
     config: ModelConfig,  # of the model's networks
-    policy: Policy,  # on meta
-    formats: _GpuNumberFormats,  # in which the forward pass computes
+    policy: Policy,  # of `build_meta_policy`
+    formats: _GpuNumberFormats,  # context that sets the number formats of the forward pass
     rows: int,  # transitions in the batch
 ) -> int:
     """Run one block of each kind forward and backward by itself, and return the largest of their peaks in bytes.
 
-    Gradients of weights are not counted, since they remain after the block; the block's input is not counted either.
+    Blocks for which `describe_block` returns the same text are of one kind. The block's input is not counted, nor are
+    gradients of weights, since they remain after the block.
     """
     inputs = {}  # kind of block -> the last block of this kind, and its arguments
 
@@ -196,12 +199,13 @@ def _count_activation_bytes(
     max_tokens: int,  # of a prompt
     dtype: str,  # of the forward pass
     rank: int,  # of the adapters; 0: all weights are trained
-    targets: tuple[str, ...],  # layers with an adapter; empty: those of the family
+    targets: tuple[str, ...],  # as for `find_lora_layers`; empty: those of the family
     checkpointing: bool,  # gradient checkpointing
 ) -> tuple[int, int]:  # fixed bytes, bytes per row
-    """Count the fixed and the per-row bytes that a forward pass saves for its backward pass.
+    """Count the bytes that a forward pass saves for its backward pass, which are a fixed number plus a number per row.
 
-    With gradient checkpointing they include what the largest block takes while it runs forward and backward.
+    A row of the batch is one image at one noise level. With gradient checkpointing the bytes include what the largest
+    block takes while it runs forward and backward.
     """
     policy = build_meta_policy(
         config=config,
@@ -214,7 +218,7 @@ def _count_activation_bytes(
     formats = _GpuNumberFormats(policy.dtype)
 
     def count_bytes(rows: int) -> int:
-        """Return the bytes that are saved, and the peak of the largest block, with this number of rows."""
+        """Return the bytes that a batch of this many rows saves, plus with checkpointing the peak of the largest block."""
         # Before checkpointing is enabled, which would call the blocks through a function of its own.
         block_peak = _largest_block_bytes(config, policy, formats, rows) if checkpointing else 0
         if checkpointing:
@@ -238,9 +242,10 @@ def activation_bytes(
     settings: Settings,  # of the run
     batch: int | None = None,  # transitions; None: `update_batch` of the settings
 ) -> int:
-    """Return the bytes that an update's forward pass saves for its backward pass.
+    """Return the number of bytes that an update's forward pass saves for its backward pass.
 
-    With gradient checkpointing they include the peak of the largest block, which the backward pass recomputes.
+    With gradient checkpointing they include the peak of the largest block, which the backward pass recomputes. With
+    classifier-free guidance a transition takes two rows of the batch.
     """
     targets = tuple(settings.lora_targets) if settings.lora_rank else ()
     fixed, row = _count_activation_bytes(
@@ -262,9 +267,9 @@ def fit_update_batch(
     config: ModelConfig,  # of the model's networks
     settings: Settings,  # of the run
 ) -> Settings:
-    """Return the settings with the largest `update_batch` whose activations fit into `update_memory`, at least 1.
+    """Return a copy of the settings with the largest `update_batch` whose activations fit into `update_memory` gigabytes.
 
-    If `update_memory` is 0, return the settings unchanged.
+    If not even one transition fits, `update_batch` is 1. If `update_memory` is 0, the settings are returned unchanged.
     """
     if not settings.update_memory:
         return settings
@@ -275,9 +280,10 @@ def fit_update_batch(
 
 # %% ../../nbs/03_models/09_activations.ipynb #0cd2cd2a
 def _run_once_per_shape(run: Callable) -> Callable:
-    """Wrap a function of a tensor so that it runs only once per shape of that tensor.
+    """Wrap a function whose first argument is a tensor so that it runs only once per shape of that tensor.
 
-    Later calls allocate the function's peak memory, free it, and return empty tensors of the same shapes.
+    A later call with the same shape allocates as much memory as the first call had at its peak, frees it, and returns
+    empty tensors of the shapes that the first call returned.
     """
     runs = {}  # shape of the input -> peak bytes, and functions that make the outputs
 
@@ -302,13 +308,13 @@ def _run_once_per_shape(run: Callable) -> Callable:
 def _decode_bytes(
     config: ModelConfig,  # of the model's networks
     resolution: int | tuple[int, int],  # side length or (height, width), pixels
-    dtype: str,  # of the VAE
+    dtype: str,  # of the VAE: float32, bfloat16 or float16
     tiling: bool,  # decode images one by one, and large ones tile by tile
     images: int,  # in the batch
 ) -> tuple[int, int]:
-    """Count the bytes that decoding a batch takes, without the VAE's weights.
+    """Count the bytes that decoding a batch takes on the meta device, without the VAE's weights.
 
-    Returns the peak of all tensors together, and the bytes of the largest tensor.
+    Returns the peak of all tensors together, and the size of the largest tensor, both in bytes.
     """
     policy = build_meta_policy(config, resolution, 16, dtype)
     live = LiveBytesMode()
@@ -338,9 +344,9 @@ def images_decoded_at_once(
     resolution: int | tuple[int, int],  # side length or (height, width), pixels
     images: int,  # to be decoded
 ) -> int:
-    """Return the size of the batches in which the VAE decodes the images: all at once, or as many as it may.
+    """Return how many of the images the VAE decodes in one batch: all of them, or as many as it may.
 
-    torch's convolutions take at most 2^31 numbers, which limits the batch.
+    torch's convolutions index at most 2^31 - 1 numbers, which limits the batch.
     """
     return min(images, _decode_limit(config, resolution))
 
@@ -348,11 +354,11 @@ def images_decoded_at_once(
 def decode_bytes_on_gpu(
     config: ModelConfig,  # of the model's networks
     resolution: int | tuple[int, int],  # side length or (height, width), pixels
-    dtype: str,  # of the VAE
+    dtype: str,  # of the VAE: float32, bfloat16 or float16
     tiling: bool,  # decode images one by one, and large ones tile by tile
     images: int,  # in one batch
 ) -> int:
-    """Estimate the peak memory of decoding a batch on a GPU, without the VAE's weights.
+    """Estimate the peak number of bytes that decoding a batch takes on a GPU, without the VAE's weights.
 
     cuDNN computes convolutions with the channels last, so the largest activation briefly exists twice: in the
     layout that the VAE uses, and in the other one.

@@ -53,7 +53,9 @@ _FACTOR = re.compile(
 )
 
 # %% ../../nbs/03_models/06_adapters.ipynb #5b1f0a07
-def _download_adapter(source: str) -> Path:  # source: a hub id with an optional :FILE
+def _download_adapter(
+    source: str,  # such as owner/name or owner/name:file.safetensors
+) -> Path:
     """Download an adapter's file from the hub and return its path; raise InputError if that fails."""
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
@@ -70,11 +72,12 @@ def _download_adapter(source: str) -> Path:  # source: a hub id with an optional
 
 
 def find_adapter_file(
-    source: str,  # a run, a folder, a .safetensors file, or a hub id with an optional :FILE
+    source: str,  # a run's folder, another folder, a .safetensors file, or owner/name or owner/name:FILE on the hub
 ) -> Path:
-    """Return the .safetensors file of an adapter, after downloading it if the source is a hub id.
+    """Return the path of an adapter's .safetensors file, after downloading it if the source is a hub id.
 
-    Raises InputError if there is no such file, or several files to choose from.
+    A run must have finished; its final adapter is taken. Raises InputError if there is no such file, or if a folder holds
+    several and none has the name that diffusers or peft gives to adapters.
     """
     path = Path(source).expanduser()
     check_regular_files([path], "lora_start")
@@ -106,14 +109,14 @@ def find_adapter_file(
 # %% ../../nbs/03_models/06_adapters.ipynb #5b1f0a09
 @dataclass(frozen=True)
 class Adapter:
-    """Factors of a LoRA adapter, with the scale multiplied into B."""
+    """A LoRA adapter, which adds BA to the weight of each layer; its scale is already multiplied into B."""
 
     # name of a linear layer of the transformer -> A (r, in) and B (out, r), float32
     layers: dict[str, tuple[Tensor, Tensor]]
 
     @property
     def rank(self) -> int:
-        """Return the largest rank among its layers."""
+        """Return the largest rank r of its layers."""
         return max(len(a) for a, _ in self.layers.values())
 
 
@@ -160,7 +163,7 @@ def _unflatten_names(
     """Convert kohya-style names, in which dots are underscores, to diffusers' names.
 
     Returns the tensors keyed by diffusers' names, and the alphas keyed by layer. diffusers' own conversion confuses
-    layers outside of attention.
+    layers outside of attention. Raises InputError if a name is that of no linear layer of the network.
     """
     layers = {name.replace(".", "_"): name for name in layer_names}
     state = {}
@@ -181,13 +184,14 @@ def _unflatten_names(
 def _convert_layout(
     tensors: dict[str, Tensor],  # of the adapter's file, keyed by name
     metadata: dict,  # of the adapter's file
-    file: Path,  # next to which peft's configuration is looked for
-    pipeline: str,  # name of a pipeline class of diffusers
+    file: Path,  # of the adapter; peft's configuration, adapter_config.json, must be next to it
+    pipeline: str,  # name of the model's pipeline class in diffusers, such as FluxPipeline
     layer_names: Sequence[str],  # of the network's linear layers
 ) -> tuple[dict[str, Tensor], dict[str, float], float]:
     """Convert the tensors of an adapter from any supported layout to diffusers' names.
 
     Returns the tensors keyed by diffusers' names, the alphas keyed by layer, and the scale of layers without an alpha.
+    Raises InputError if diffusers cannot convert the layout, or peft's configuration is missing or not plain LoRA.
     """
     prefix = "base_model.model."
     if all(name.startswith(prefix) for name in tensors):
@@ -236,10 +240,10 @@ def _convert_layout(
 
 def read_adapter(
     source: str,  # as for `find_adapter_file`
-    pipeline: str,  # name of the model's pipeline class in diffusers
-    network: nn.Module,  # the model's transformer, may be on meta; its layers' names are read
+    pipeline: str,  # name of the model's pipeline class in diffusers, such as FluxPipeline
+    network: nn.Module,  # the model's transformer, whose layer names are needed; it may be on the meta device
 ) -> Adapter:
-    """Read an adapter of any layout that diffusers or peft knows.
+    """Read an adapter in any layout that diffusers or peft knows, and multiply its scale into B.
 
     Raises InputError if there is none, if it is damaged, or if it holds more than LoRA factors of the transformer.
     """
@@ -314,7 +318,7 @@ def _check_adapter_fits(
 
 
 def read_start_adapter(
-    settings: Any,  # with `lora_start`, `lora_rank`, `lora_targets`, `model` and `family`
+    settings: Any,  # of a run, with `lora_start`, `lora_rank`, `lora_targets`, `model` and `family`
 ) -> Adapter | None:  # None: `lora_start` is empty
     """Read the adapter that a run starts from and check that it fits the run, without loading the model's weights.
 
@@ -334,9 +338,9 @@ def read_start_adapter(
 
 def _tensors_of_layout(
     adapter: Adapter,
-    layout: str,  # one of LAYOUTS
+    layout: str,  # diffusers, peft or kohya
 ) -> dict[str, Tensor]:
-    """Return an adapter's tensors, keyed by the names that they have in a layout; readers must apply a scale of 1."""
+    """Return an adapter's tensors, keyed by their names in a layout, for a reader that applies a scale of 1."""
     tensors = {}
     for name, (a, b) in adapter.layers.items():
         if layout == "kohya":
@@ -354,14 +358,15 @@ def _tensors_of_layout(
 def write_adapter(
     adapter: Adapter,
     folder: Path,  # which must exist
-    layout: str = "diffusers",  # one of LAYOUTS
+    layout: str = "diffusers",  # diffusers, peft or kohya
     file_name: str = "",  # empty: the name that readers of the layout look for
 ) -> None:
-    """Write an adapter into a folder, with a scale of 1, which readers assume if they find no scale.
+    """Write an adapter into a folder, with a scale of 1, which is also what readers assume if they find no scale.
 
     `diffusers` is what `load_lora_weights` reads, `peft` what `PeftModel.from_pretrained` reads, and `kohya` has names with
     underscores, factors called down and up, and an alpha per layer, as OneTrainer writes them and ComfyUI reads them.
-    Raises InputError for any other layout, and for a `file_name` with `peft`, which finds only its own.
+    Raises InputError for any other layout, and for a `file_name` other than adapter_model.safetensors with `peft`, which
+    looks for that name only.
     """
     if layout not in LAYOUTS:
         raise InputError(f"`layout` must be one of {', '.join(LAYOUTS)}; got {layout!r}")
@@ -400,9 +405,9 @@ def save_adapter(
 @torch.no_grad()
 def start_from_adapter(
     policy: Policy,  # trainable with a new adapter; changed in place
-    adapter: Adapter,  # that fits, see `read_start_adapter`
+    adapter: Adapter,  # of the same layers, with at most the rank of the policy's adapter
 ) -> None:
-    """Copy an adapter's factors into a policy's new adapter, and make the result the policy's base."""
+    """Copy an adapter's factors into a policy's new adapter, and make the result the base to which `base_weights` switches."""
     for name, (a, b) in adapter.layers.items():
         layer = policy.transformer.get_submodule(name)
         new_a = layer.lora_A["default"].weight
@@ -417,9 +422,9 @@ def start_from_adapter(
 def load_start_adapter(
     policy: Policy,  # trainable; changed in place
     settings: Any,  # of the run
-    run: Path,  # its folder, which has a copy of the adapter that it started from
+    run: Path,  # the run's folder; once the run has begun, its sub-folder `start` holds a copy of the adapter
 ) -> None:
-    """Start a policy from the adapter that the setting `lora_start` names; without that setting, do nothing.
+    """Start a policy from the adapter that the setting `lora_start` names; if the setting is empty, do nothing.
 
     A run that has begun uses the copy in its own folder. Raises InputError if that copy is missing, or the adapter does
     not fit.

@@ -50,9 +50,9 @@ def read_model_config(
     folder: Path,  # a pipeline's folder
     family: str = "",  # a class of your own, as file.py:Class; empty: the folder's pipeline decides
 ) -> ModelConfig | None:  # None if the family is unknown
-    """Read the configurations in a pipeline's folder, without its weights.
+    """Read the configurations of the transformer and the VAE in a pipeline's folder, without their weights.
 
-    Raises InputError if they cannot be read.
+    Raises InputError if they cannot be read, or `family` is not a family of this pipeline.
     """
     index = read_model_json(folder, "model_index.json")
     networks = [read_model_json(folder, f"{part}/config.json") for part in ("transformer", "vae")]
@@ -80,10 +80,10 @@ def read_model_config(
 
 
 def find_model_config(
-    model: str,  # a pocket base, a folder or a hub id
+    model: str,  # one of POCKET_MODELS such as pocket, a folder, or a hub id
     family: str = "",  # as for `read_model_config`
-) -> ModelConfig | None:  # None for a hub id whose sizes are not known
-    """Return the configurations of a model by its name.
+) -> ModelConfig | None:
+    """Return the configurations of a model's networks, or None for a hub id that no family lists or an unknown family.
 
     Raises InputError for a folder that cannot be read.
     """
@@ -101,11 +101,12 @@ def build_meta_policy(
     max_tokens: int,  # of a prompt
     dtype: str = "float32",  # of the forward pass
     rank: int | None = None,  # of the trained adapter; 0: all weights are trained; None: none are
-    targets: tuple[str, ...] = (),  # layers with an adapter; empty: those of the family
+    targets: tuple[str, ...] = (),  # as for `find_lora_layers`; empty: the family's
 ) -> Policy:
     """Build a model's policy with networks on torch's meta device, which have shapes but no memory.
 
-    With a `rank`, the policy is also made trainable.
+    With a `rank`, the policy is also made trainable. Raises InputError if a configuration does not describe a network,
+    the resolution does not fit the model, or a target matches no linear layer.
     """
     family = find_family(config.pipeline)
     policy = family.__new__(family)
@@ -136,10 +137,10 @@ def run_meta_forward(
     config: ModelConfig,  # of the model's networks
     policy: Policy,  # of `build_meta_policy`
     rows: int = 1,  # images in the batch
-) -> Tensor:  # (rows, S, C) on meta
-    """Run one forward pass through the family's `predict`, with prompts of full length.
+) -> Tensor:  # (rows, S, C) on meta: images, tokens, channels
+    """Run one forward pass through the family's `predict`, with prompts of full length, and return the velocity.
 
-    Raises InputError if the configuration describes a network that cannot make a step.
+    Raises InputError if the forward pass fails, because the configuration describes a network that cannot compute one.
     """
     net = policy.transformer.config
     tokens, channels = policy.noise(torch.Generator()).shape
@@ -174,13 +175,13 @@ def run_meta_forward(
 
 
 def check_forward(
-    model: str,  # pocket, a folder or a hub id
+    model: str,  # one of POCKET_MODELS such as pocket, a folder, or a hub id
     settings: Settings,  # of the run
 ) -> None:
-    """Raise InputError if the model's configuration describes a network that cannot make a step.
+    """Raise InputError if a forward pass of the model fails on the meta device, at any of the run's training sizes.
 
-    No weights are read. A family from outside the package is not tried, since its `predict` may
-    need real numbers.
+    No weights are read. Nothing is checked for an unknown model, and for a family from outside the package, whose
+    `predict` may need the values of tensors.
     """
     config = find_model_config(model, settings.family)
     if config and find_family(config.pipeline).__module__.startswith("chunk_grpo."):
@@ -200,7 +201,7 @@ def model_sizes(config: ModelConfig) -> dict[str, int]:
     """Return the numbers of parameters of a model and the widths of its prompt embeddings, keyed by name.
 
     `transformer`, `vae` and `block` (the transformer's largest block) are numbers of parameters. `token`
-    and `pooled` are the widths of a prompt token's state and of the pooled state.
+    and `pooled` are the widths of a prompt token's state and of the pooled state; `pooled` is 0 if there is no such state.
     """
     policy = build_meta_policy(config, 64, 16)
     net = policy.transformer.config
@@ -220,9 +221,9 @@ def model_sizes(config: ModelConfig) -> dict[str, int]:
 def count_trained_parameters(
     config: ModelConfig,  # of the model's networks
     rank: int,  # of the adapters; 0: all weights are trained
-    targets: tuple[str, ...] = (),  # layers with an adapter; empty: those of the family
+    targets: tuple[str, ...] = (),  # as for `find_lora_layers`; empty: the family's
 ) -> int:
-    """Count the parameters that are trained.
+    """Return the number of parameters that a run trains: those of the adapters, or those of the transformer.
 
     Raises InputError if a target matches no linear layer.
     """
@@ -243,7 +244,7 @@ def latent_numel(
 
 
 def largest_training_size(settings: Settings) -> int | tuple[int, int]:
-    """Return the training size with the most pixels, which determines the memory that is needed."""
+    """Return the size in `resolution` with the most pixels, a side length or (height, width); it needs the most memory."""
     return max(training_sizes(settings), key=lambda size: math.prod(image_size(size)))
 
 
@@ -252,7 +253,7 @@ def _source_image_numel(
     config: ModelConfig,  # of a model that edits images
     resolution: int | tuple[int, int],  # side length or (height, width), pixels
 ) -> int:
-    """Return the number of values that an image adds to its prompt's embeddings: its latents and its token states."""
+    """Return how many values a source image adds to its prompt's embeddings: its latents and the states of its text tokens."""
     policy = build_meta_policy(config, resolution, 16)
     states = policy.image_text_tokens * model_sizes(config)["token"]
     return policy.noise(torch.Generator()).numel() + states
@@ -262,10 +263,10 @@ def prompt_embeds_bytes(
     config: ModelConfig,  # of the model's networks
     settings: Settings,  # of the run
 ) -> int:
-    """Return the bytes of one prompt's embeddings on disk.
+    """Return the number of bytes of one prompt's embeddings on disk.
 
-    The embeddings are the token states, the pooled state if there is one, and for a model that edits images what the
-    image adds.
+    The embeddings are the token states, the pooled state if there is one, and for a model that edits images also the
+    latents and the token states of the source image.
     """
     sizes = model_sizes(config)
     tokens = settings.max_tokens + config.extra_tokens
@@ -276,7 +277,7 @@ def prompt_embeds_bytes(
 
 # %% ../../nbs/03_models/08_cost.ipynb #02338e84
 def describe_block(block: nn.Module) -> str:
-    """Describe a block by its layers and by which weights are trained; blocks of one kind have the same description."""
+    """Return a text that lists a block's layers and says which parameters are trained, the same for blocks of one kind."""
     return f"{block} {[p.requires_grad for p in block.parameters()]}"
 
 
@@ -288,7 +289,8 @@ def run_two_blocks_per_kind(
     """Make the transformer run only two blocks of each kind within this context, and skip the others.
 
     Blocks are of the same kind if `describe_block` and the shapes of their inputs agree. Yields two lists, which fill as the
-    network runs: the operations or bytes of each skipped block, and of each block that ran (by how much `total()` rose).
+    network runs: the amounts of the skipped blocks, and those of the blocks that ran. The amount of a block, in operations
+    or bytes, is by how much `total()` rose while it ran; a skipped block has the amount of the second of its kind.
     """
     runs = defaultdict(
         list
@@ -297,7 +299,7 @@ def run_two_blocks_per_kind(
     measured = []
 
     def forward(original_forward: Callable, kind: str, *args, **kwargs):
-        """Run a block if it is one of the first two of its kind; else add the amount of the second and copy its output."""
+        """Run a block if it is one of the first two of its kind; else record the second's amount and return its output."""
         shapes = tree_map(
             lambda x: (x.shape, x.dtype) if isinstance(x, Tensor) else x, (args, kwargs)
         )
@@ -339,10 +341,10 @@ def forward_flops(
 
 def mean_forward_flops(
     config: ModelConfig,  # of the model's networks
-    sizes: Sequence[int | tuple[int, int]],  # of the images, all equally likely
+    sizes: Sequence[int | tuple[int, int]],  # side lengths or (height, width); equally likely
     max_tokens: int,  # of a prompt
 ) -> float:
-    """Return the mean number of operations of a forward pass for one image, over the sizes of images."""
+    """Return the number of floating-point operations of a forward pass for one image, averaged over the sizes."""
     flops = [forward_flops(config, size, max_tokens) for size in sizes]
     if len(flops) == 1:
         return flops[0]  # an int, which no division rounds

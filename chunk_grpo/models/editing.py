@@ -27,11 +27,11 @@ from .policy import ModelConfig, Policy
 
 # %% ../../nbs/03_models/07_editing.ipynb #dde8b46c
 def encode_source_images(
-    policy: Policy,  # a family that edits images
-    pipe: Any,  # its pipeline, with the VAE
+    policy: Policy,  # of a family that edits images
+    pipe: Any,  # the family's pipeline in diffusers, with its VAE
     images: Sequence[Image.Image],  # P of them, at the policy's resolution
     frames: bool = False,  # True if the VAE takes an image as a video of one frame
-) -> Tensor:  # (P, S, C)
+) -> Tensor:  # (P, S, C): images, tokens, channels
     """Encode images one by one into latents, the mode of the VAE's distribution, and return them as tokens."""
     tokens = []
     for image in images:
@@ -46,10 +46,10 @@ def encode_source_images(
 
 
 def open_source_images(
-    policy: Policy,  # with the resolution that the images get
-    prompts: Sequence[str],  # of `ImagePrompt`
-) -> list[Image.Image]:
-    """Open the image of each prompt, at the resolution of the policy.
+    policy: Policy,  # its resolution is the size of the returned images
+    prompts: Sequence[str],  # each an `ImagePrompt`
+) -> list[Image.Image]:  # RGB
+    """Open the image of each prompt, scaled and center-cropped to the resolution of the policy.
 
     Raises InputError if a prompt has no image, or its image cannot be read.
     """
@@ -73,9 +73,9 @@ class FluxKontextPolicy(FluxPolicy):
         self,
         resolution: int | tuple[int, int],  # side length or (height, width), pixels
     ) -> Self:
-        """Set the resolution and the positions of both images' tokens, and return the policy.
+        """Set the resolution, and the positions of the tokens of the generated and the source image; return the policy.
 
-        Raises InputError if the latents cannot be packed.
+        Raises InputError if a side is not a multiple of `patch` * `vae_scale_factor` pixels.
         """
         super().set_resolution(resolution)
         source_ids = self.image_ids.clone()
@@ -86,20 +86,23 @@ class FluxKontextPolicy(FluxPolicy):
     def embed(
         self,
         pipe: Any,  # a FluxKontextPipeline
-        prompts: list[str],  # P of them, each with its image
-    ) -> dict[str, Tensor]:  # FLUX's rows, and image_latents (P, S, C)
-        """Encode prompts into T5's states, CLIP's pooled state, and the latents of their images."""
+        prompts: list[str],  # P of them, each an `ImagePrompt`
+    ) -> dict[str, Tensor]:  # prompt_embeds, pooled_prompt_embeds and image_latents (P, S, C)
+        """Encode prompts into T5's states, CLIP's pooled state, and the latents of their images.
+
+        Raises InputError if a prompt has no image, or its image cannot be read.
+        """
         images = open_source_images(self, prompts)
         texts = super().embed(pipe, [str(prompt) for prompt in prompts])
         return texts | {"image_latents": encode_source_images(self, pipe, images)}
 
     def predict(
         self,
-        latents: Tensor,  # (B, S, C)
-        sigma: Tensor,  # (B,)
-        rows: dict[str, Tensor],  # conditioning, one row per latent
+        latents: Tensor,  # (B, S, C): images, tokens, channels
+        sigma: Tensor,  # (B,), noise level of each image, in [0, 1]
+        rows: dict[str, Tensor],  # conditioning as `embed` returns it, one row per image
     ) -> Tensor:  # (B, S, C)
-        """Run the transformer once on the tokens of both images and return the velocity of the generated image."""
+        """Run the transformer once on the tokens of the noisy image and the source image; return the noisy image's velocity."""
         both = torch.cat([latents, rows["image_latents"]], dim=1)
         return super().predict(both, sigma, rows)[:, : latents.shape[1]]
 
@@ -114,23 +117,24 @@ class QwenImageEditPolicy(QwenImagePolicy):
 
     @property
     def image_text_tokens(self) -> int:
-        """Return the number of text tokens that stand for the source image, including the two around them."""
+        """Return the number of text tokens that stand for the source image, one per 28 x 28 pixels, plus the two around them."""
         height, width = image_size(self.resolution)
         return round(height / 28) * round(width / 28) + 2
 
     @property
     def image_shapes(self) -> list[tuple[int, int, int]]:
-        """Return (frames, rows, columns), in tokens, of the generated image and of its source image."""
+        """Return (frames, rows, columns) of the generated image and of its source image, in tokens."""
         return super().image_shapes * 2
 
     def embed(
         self,
         pipe: Any,  # a QwenImageEditPipeline
-        prompts: list[str],  # P of them, each with its image
-    ) -> dict[str, Tensor]:  # prompt_embeds (P, L, D), prompt_embeds_mask (P, L), image_latents
+        prompts: list[str],  # P of them, each an `ImagePrompt`
+    ) -> dict[str, Tensor]:
         """Encode prompts and their images into the states of the language model and the latents of the images.
 
-        L is `max_tokens` plus `image_text_tokens`. Raises InputError if a prompt is longer.
+        Returns `prompt_embeds` (P, L, D), `prompt_embeds_mask` (P, L) and `image_latents` (P, S, C), where L is
+        `max_tokens` plus `image_text_tokens`. Raises InputError if a prompt is longer, or has no readable image.
         """
         images = open_source_images(self, prompts)
         length = self.max_tokens + self.image_text_tokens
@@ -149,10 +153,10 @@ class QwenImageEditPolicy(QwenImagePolicy):
 
     def predict(
         self,
-        latents: Tensor,  # (B, S, C)
-        sigma: Tensor,  # (B,)
-        rows: dict[str, Tensor],  # conditioning, one row per latent
+        latents: Tensor,  # (B, S, C): images, tokens, channels
+        sigma: Tensor,  # (B,), noise level of each image, in [0, 1]
+        rows: dict[str, Tensor],  # conditioning as `embed` returns it, one row per image
     ) -> Tensor:  # (B, S, C)
-        """Run the transformer once on the tokens of both images and return the velocity of the generated image."""
+        """Run the transformer once on the tokens of the noisy image and the source image; return the noisy image's velocity."""
         both = torch.cat([latents, rows["image_latents"]], dim=1)
         return super().predict(both, sigma, rows)[:, : latents.shape[1]]

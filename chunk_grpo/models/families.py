@@ -34,8 +34,8 @@ from .policy import scheduler_sigmas
 def latents_to_tokens(
     latents: Tensor,  # (B, C, height, width)
     packed: int = 1,  # latent pixels per side of a token
-) -> Tensor:  # (B, height width / packed^2, C packed^2)
-    """Turn pictures of latent pixels into tokens, row by row.
+) -> Tensor:  # (B, height * width / packed^2, C * packed^2)
+    """Turn pictures of latent pixels into sequences of tokens, row by row.
 
     A token is one latent pixel, or a patch of `packed` x `packed` of them.
     """
@@ -43,7 +43,7 @@ def latents_to_tokens(
 
 
 def tokens_to_latents(
-    latents: Tensor,  # (B, height width / packed^2, C packed^2)
+    latents: Tensor,  # (B, height * width / packed^2, C * packed^2)
     height: int,  # of the picture, latent pixels
     packed: int = 1,  # latent pixels per side of a token
 ) -> Tensor:  # (B, C, height, width)
@@ -93,16 +93,16 @@ class FluxPolicy(Policy):
         cls,
         transformer_config: dict,  # content of transformer/config.json
     ) -> bool:
-        """Return True if the model is guidance-distilled, as FLUX.1-dev is and FLUX.1-schnell is not."""
+        """Return True if the transformer takes a guidance scale, as that of FLUX.1-dev does and FLUX.1-schnell's does not."""
         return bool(transformer_config.get("guidance_embeds", False))
 
     def set_resolution(
         self,
         resolution: int | tuple[int, int],  # side length or (height, width), pixels
     ) -> Self:
-        """Set the resolution and the positions of the tokens, and return the policy.
+        """Set the resolution and the positions of the image and text tokens, and return the policy.
 
-        Raises InputError if the latents cannot be packed.
+        Raises InputError if a side is not a multiple of `patch` * `vae_scale_factor` pixels.
         """
         super().set_resolution(resolution)
         make_ids = diffusers.FluxPipeline._prepare_latent_image_ids
@@ -116,13 +116,13 @@ class FluxPolicy(Policy):
         self,
         pipe: Any,  # a FluxPipeline
         prompts: list[str],  # P of them
-    ) -> dict[str, Tensor]:  # prompt_embeds (P, L, D) and pooled_prompt_embeds (P, E)
+    ) -> dict[str, Tensor]:  # prompt_embeds (P, max_tokens, D) and pooled_prompt_embeds (P, E)
         """Encode prompts into T5's states and CLIP's pooled state."""
         embeds, pooled, _ = pipe.encode_prompt(prompts, max_sequence_length=self.max_tokens)
         return {"prompt_embeds": embeds, "pooled_prompt_embeds": pooled}
 
     def noise(self, generator: torch.Generator) -> Tensor:  # (S, C) float32 on the CPU
-        """Sample the latents of one image at sigma 1.
+        """Sample the latents of one image at sigma 1: S tokens of C channels of standard normal noise.
 
         They are sampled on the CPU, so that they are the same on every device and in the pipeline.
         """
@@ -132,11 +132,11 @@ class FluxPolicy(Policy):
 
     def predict(
         self,
-        latents: Tensor,  # (B, S, C)
-        sigma: Tensor,  # (B,)
-        rows: dict[str, Tensor],  # conditioning, one row per latent
+        latents: Tensor,  # (B, S, C): images, tokens, channels
+        sigma: Tensor,  # (B,), noise level of each image, in [0, 1]
+        rows: dict[str, Tensor],  # conditioning as `embed` returns it, one row per image
     ) -> Tensor:  # (B, S, C)
-        """Run the transformer once and return the velocity."""
+        """Run the transformer once and return the velocity of each image's latents."""
         guidance = None
         if self.transformer.config.guidance_embeds:
             guidance = torch.full((len(latents),), self.guidance, device=self.device)
@@ -207,7 +207,8 @@ class SD3Policy(Policy):
     def extra_tokens(cls, folder: Path) -> int:
         """Return the number of CLIP's tokens, which come before T5's in the conditioning.
 
-        Raises OSError, KeyError or ValueError if the configuration of the tokenizer does not contain it.
+        The number is `model_max_length` of the tokenizer. Raises OSError, KeyError or ValueError if its configuration does
+        not contain it.
         """
         config = json.loads((folder / "tokenizer" / "tokenizer_config.json").read_text())
         return config["model_max_length"]
@@ -218,7 +219,8 @@ class SD3Policy(Policy):
     ) -> Self:
         """Set the resolution and return the policy.
 
-        Raises InputError if the latents cannot be packed, or the transformer has too few positions.
+        Raises InputError if a side is not a multiple of `patch` * `vae_scale_factor` pixels, or is larger than
+        the transformer's positions allow.
         """
         self.patch = self.transformer.config.patch_size
         largest = self.transformer.config.pos_embed_max_size * self.patch * self.vae_scale_factor
@@ -230,7 +232,7 @@ class SD3Policy(Policy):
         return super().set_resolution(resolution)
 
     def sigmas(self, steps: int) -> Tensor:  # (steps + 1,)
-        """Return the noise levels that the pipeline itself uses for this number of steps."""
+        """Return the noise levels, from 1 to 0, that the pipeline itself uses for this number of steps."""
         return scheduler_sigmas(self, num_inference_steps=steps, mu=math.log(native_shift(self)))
 
     def embed(
@@ -245,9 +247,9 @@ class SD3Policy(Policy):
 
     def predict(
         self,
-        latents: Tensor,  # (B, S, C)
-        sigma: Tensor,  # (B,)
-        rows: dict[str, Tensor],  # conditioning, one row per latent
+        latents: Tensor,  # (B, S, C): images, tokens, channels
+        sigma: Tensor,  # (B,), noise level of each image, in [0, 1]
+        rows: dict[str, Tensor],  # conditioning as `embed` returns it, one row per image
     ) -> Tensor:  # (B, S, C)
         """Run the transformer once, with sigma as a time from 0 to 1000, and return the velocity."""
         texts = {
@@ -260,13 +262,13 @@ class SD3Policy(Policy):
 
 # %% ../../nbs/03_models/03_families.ipynb #63809710
 def _pad_prompt_embeds(
-    states: Sequence[Tensor],  # (L_p, D) per prompt, P of them
+    states: Sequence[Tensor],  # P of them: per prompt (its number of tokens, D)
     length: int,  # tokens of every padded prompt
 ) -> dict[str, Tensor]:
-    """Truncate or zero-pad the states of prompts to one length, and mask the padding.
+    """Truncate the states of prompts to one length or pad them with zeros, and mask the padding.
 
-    Returns `prompt_embeds` (P, length, D) and `prompt_embeds_mask` (P, length), which is True for tokens of
-    the prompt.
+    Returns a dict with `prompt_embeds` (P, length, D) and `prompt_embeds_mask` (P, length), which is True for the tokens
+    of a prompt and False for padding.
     """
     states = [s[:length] for s in states]
     lengths = torch.tensor([len(s) for s in states], device=states[0].device)
@@ -298,7 +300,7 @@ class ZImagePolicy(Policy):
         return False
 
     def sigmas(self, steps: int) -> Tensor:  # (steps + 1,)
-        """Return the noise levels that the pipeline itself uses for this number of steps."""
+        """Return the noise levels, from 1 to 0, that the pipeline itself uses for this number of steps."""
         linear = torch.linspace(1, 1 / steps, steps).tolist()
         return scheduler_sigmas(self, sigmas=linear, mu=math.log(native_shift(self)))
 
@@ -307,7 +309,7 @@ class ZImagePolicy(Policy):
         pipe: "diffusers.ZImagePipeline",  # with its text encoder loaded
         prompts: list[str],  # P of them; the pipeline overwrites the list
     ) -> dict[str, Tensor]:  # prompt_embeds (P, max_tokens, D), prompt_embeds_mask (P, max_tokens)
-        """Encode prompts into the states of the language model, with a mask."""
+        """Encode prompts into the states of the language model, with a mask that is True for the tokens of a prompt."""
         states, _ = pipe.encode_prompt(
             prompts, do_classifier_free_guidance=False, max_sequence_length=self.max_tokens
         )
@@ -315,9 +317,9 @@ class ZImagePolicy(Policy):
 
     def predict(
         self,
-        latents: Tensor,  # (B, S, C)
-        sigma: Tensor,  # (B,)
-        rows: dict[str, Tensor],  # conditioning, one row per latent
+        latents: Tensor,  # (B, S, C): images, tokens, channels
+        sigma: Tensor,  # (B,), noise level of each image, in [0, 1]
+        rows: dict[str, Tensor],  # conditioning as `embed` returns it, one row per image
     ) -> Tensor:  # (B, S, C)
         """Run the transformer once and return the velocity, which is its output with the opposite sign."""
         # The transformer takes each image as a video of one frame.
@@ -369,11 +371,11 @@ class QwenImagePolicy(Policy):
 
     @property
     def image_shapes(self) -> list[tuple[int, int, int]]:
-        """Return (frames, rows, columns), in tokens, of each picture in the token sequence: here only the generated image."""
+        """Return (frames, rows, columns) of each picture in the token sequence, in tokens; here only the generated image."""
         return [(1, self.latent_height // 2, self.latent_width // 2)]
 
     def sigmas(self, steps: int) -> Tensor:  # (steps + 1,)
-        """Return the noise levels that the pipeline itself uses for this number of steps."""
+        """Return the noise levels, from 1 to 0, that the pipeline itself uses for this number of steps."""
         linear = torch.linspace(1, 1 / steps, steps, dtype=torch.float64).tolist()
         return scheduler_sigmas(self, sigmas=linear, mu=math.log(native_shift(self)))
 
@@ -382,7 +384,7 @@ class QwenImagePolicy(Policy):
         prompt_velocity: Tensor,  # (B, S, C), velocity with the prompt
         negative_velocity: Tensor,  # (B, S, C), velocity with the negative prompt
     ) -> Tensor:  # (B, S, C)
-        """Return the guided velocity, rescaled in every token to the length of `prompt_velocity`."""
+        """Return the velocity of classifier-free guidance, rescaled in every token to the length of `prompt_velocity`."""
         guided = super().apply_guidance(prompt_velocity, negative_velocity)
         scale = prompt_velocity.norm(dim=-1, keepdim=True) / guided.norm(dim=-1, keepdim=True)
         return guided * scale
@@ -392,7 +394,7 @@ class QwenImagePolicy(Policy):
         pipe: "diffusers.QwenImagePipeline",  # with its text encoder loaded
         prompts: list[str],  # P of them
     ) -> dict[str, Tensor]:  # prompt_embeds (P, max_tokens, D), prompt_embeds_mask (P, max_tokens)
-        """Encode prompts into the states of the language model, with a mask."""
+        """Encode prompts into the states of the language model, with a mask that is True for the tokens of a prompt."""
         embeds, mask = pipe.encode_prompt(prompts, max_sequence_length=self.max_tokens)
         if mask is None:  # all prompts have the same length
             mask = torch.ones(embeds.shape[:2], device=embeds.device)
@@ -401,11 +403,11 @@ class QwenImagePolicy(Policy):
 
     def predict(
         self,
-        latents: Tensor,  # (B, S, C)
-        sigma: Tensor,  # (B,)
-        rows: dict[str, Tensor],  # conditioning, one row per latent
+        latents: Tensor,  # (B, S, C): images, tokens, channels
+        sigma: Tensor,  # (B,), noise level of each image, in [0, 1]
+        rows: dict[str, Tensor],  # conditioning as `embed` returns it, one row per image
     ) -> Tensor:  # (B, S, C)
-        """Run the transformer once and return the velocity.
+        """Run the transformer once and return the velocity of each image's latents.
 
         Padding beyond the longest prompt in the batch is left out.
         """
@@ -481,7 +483,7 @@ class Flux2KleinPolicy(Policy):
         pipeline_config: dict,  # the pipeline's model_index.json
         true_cfg_scale: float,  # classifier-free guidance scale; 1: off
     ) -> None:
-        """Raise InputError if the model is distilled and guidance is on."""
+        """Raise InputError if model_index.json says that the model is distilled, and `true_cfg_scale` is above 1."""
         if pipeline_config.get("is_distilled") and true_cfg_scale > 1:
             raise InputError(
                 f"true_cfg_scale: got {true_cfg_scale:g}, but the model is distilled; allowed is 1."
@@ -491,9 +493,9 @@ class Flux2KleinPolicy(Policy):
         self,
         resolution: int | tuple[int, int],  # side length or (height, width), pixels
     ) -> Self:
-        """Set the resolution and the positions of the tokens, and return the policy.
+        """Set the resolution and the positions of the image and text tokens, and return the policy.
 
-        Raises InputError if the latents cannot be packed.
+        Raises InputError if a side is not a multiple of `patch` * `vae_scale_factor` pixels.
         """
         super().set_resolution(resolution)
         pipeline = diffusers.Flux2KleinPipeline
@@ -505,7 +507,7 @@ class Flux2KleinPolicy(Policy):
         return self
 
     def sigmas(self, steps: int) -> Tensor:  # (steps + 1,)
-        """Return the noise levels that the pipeline itself uses for this number of steps."""
+        """Return the noise levels, from 1 to 0, that the pipeline itself uses for this number of steps."""
         # Imported here because importing the pipeline's module takes seconds.
         from diffusers.pipelines.flux2.pipeline_flux2_klein import compute_empirical_mu
 
@@ -526,18 +528,18 @@ class Flux2KleinPolicy(Policy):
         return {"prompt_embeds": embeds}
 
     def noise(self, generator: torch.Generator) -> Tensor:  # (S, C) float32 on the CPU
-        """Sample the latents of one image at sigma 1."""
+        """Sample the latents of one image at sigma 1: S tokens of C channels of standard normal noise."""
         channels = self.transformer.config.in_channels
         shape = (1, channels, self.latent_height // 2, self.latent_width // 2)
         return latents_to_tokens(torch.randn(shape, generator=generator))[0]
 
     def predict(
         self,
-        latents: Tensor,  # (B, S, C)
-        sigma: Tensor,  # (B,)
-        rows: dict[str, Tensor],  # conditioning, one row per latent
+        latents: Tensor,  # (B, S, C): images, tokens, channels
+        sigma: Tensor,  # (B,), noise level of each image, in [0, 1]
+        rows: dict[str, Tensor],  # conditioning as `embed` returns it, one row per image
     ) -> Tensor:  # (B, S, C)
-        """Run the transformer once and return the velocity."""
+        """Run the transformer once and return the velocity of each image's latents."""
         return self.module(
             hidden_states=latents,
             timestep=sigma,

@@ -268,7 +268,7 @@ def _check_scheduler_options(
     config: dict,  # content of scheduler_config.json
     file: str,  # path of that file, for the error message
 ) -> None:
-    """Raise InputError if a scheduler option has a wrong type, or changes more than the noise levels."""
+    """Raise InputError if a scheduler option has an invalid value, or changes more than the noise levels."""
     # Types and ranges.
     for name in _SCHEDULER_FLAGS:
         if type(config.get(name, False)) is not bool:
@@ -470,7 +470,8 @@ def _import_family(
 ) -> type:
     """Import the class of a family from outside this package.
 
-    Raises InputError unless it is a subclass of `Policy` with everything that a family must define.
+    Raises InputError unless it is a subclass of `Policy` that defines `pipeline`, `network_classes`, `noise`, `predict`,
+    `decode` and either `embed` or `encode`.
     """
     from chunk_grpo.core.imports import import_callable
 
@@ -497,7 +498,7 @@ def _import_family(
 def find_family(
     name: str,  # a key of FAMILIES, or a class of your own, as file.py:Class
 ) -> type:
-    """Return the class of a family, a subclass of `policy.Policy`, by its name.
+    """Import the class of a family, a subclass of `policy.Policy`, by its name and return it.
 
     Raises InputError if it cannot be imported.
     """
@@ -535,11 +536,11 @@ def build_meta_network(
 def check_network_weights(
     folder: Path,  # a pipeline's folder
     subfolder: str,  # its sub-folder, such as transformer
-    network_class: type,  # the network's class
+    network_class: type,  # class of diffusers that builds the network, such as FluxTransformer2DModel
 ) -> None:
-    """Raise InputError unless the stored weights have the names and shapes that the configuration describes.
+    """Raise InputError unless the stored weights have the names and shapes that the network's config.json describes.
 
-    The scaling_factor and the shift_factor of a VAE must also be numbers.
+    The scaling_factor and the shift_factor of a VAE must also be numbers; the shift_factor may be null.
     """
     stored = read_tensor_shapes(folder, subfolder)
     config = read_model_json(folder, f"{subfolder}/config.json")
@@ -618,9 +619,9 @@ def find_unknown_words(
     folder: Path,  # a pipeline's folder
     prompts: list[str],  # texts, whose words are separated by blanks
 ) -> list[str]:
-    """Return the words in the prompts that the model's tokenizer does not know, each once.
+    """Return the words in the prompts that the tokenizer in the folder `tokenizer` does not know, each once.
 
-    The tokenizer replaces all of them with the same token.
+    The tokenizer replaces all of them with the same token. Raises InputError if it cannot be loaded.
     """
     tokenizer = _load_tokenizer(folder, "tokenizer")
     words = dict.fromkeys(word for prompt in prompts for word in prompt.split())
@@ -633,12 +634,12 @@ def find_unknown_words(
 # %% ../../nbs/03_models/00_inputs.ipynb #27062431
 def _check_processor(
     folder: Path,  # a pipeline's folder
-    subfolder: str,  # its sub-folder
-    class_name: str,  # of the processor, in transformers
+    subfolder: str,  # its sub-folder, such as processor
+    class_name: str,  # name of the processor's class in transformers
 ) -> None:
-    """Raise InputError unless the processor that prepares images for a language model can be loaded.
+    """Raise InputError unless the processor, which prepares images for a language model, can be loaded.
 
-    It cannot be loaded if it is damaged, or needs a package that is not installed.
+    Loading fails if its files are damaged, or if it needs a package that is not installed.
     """
     import transformers  # takes seconds
 
@@ -658,7 +659,11 @@ def check_components(
     folder: Path,  # a pipeline's folder
     family: str = "",  # as for `check_pipeline_folder`
 ) -> None:
-    """Raise InputError unless the pipeline has all its components and each fits its configuration."""
+    """Raise InputError unless the pipeline has all its components and each of them can be used.
+
+    Tokenizers and the processor are loaded, text encoders are built from their configuration without weights, and the
+    stored weights of the transformer and the VAE are compared with their configurations by name and shape.
+    """
     import transformers  # takes seconds
 
     index = read_model_json(folder, "model_index.json")
@@ -725,9 +730,9 @@ _PROMPT_COLUMNS = ("prompt", "prompts")  # in lower case; case does not matter
 
 
 def split_prompt_column(
-    source: str,  # path or name of a list, with or without a column
-) -> tuple[str, str]:  # path or name of the list; column, "" for the usual one
-    """Split `file.tsv:Column` into file and column.
+    source: str,  # path or name of a list of prompts, such as file.tsv or file.tsv:Column
+) -> tuple[str, str]:  # path or name of the list; column, "" if the source names none
+    """Split a source such as `file.tsv:Column` into the list and the column that holds its prompts.
 
     The name of a shipped list, and a file whose own name contains a colon, are not split.
     """
@@ -740,9 +745,9 @@ def split_prompt_column(
 
 
 def is_prompt_list(
-    path: str | Path,  # without a column
+    path: str | Path,  # of a list of prompts, without a column
 ) -> bool:
-    """Return True if the path is a file, or a folder that `save_to_disk` of the datasets library wrote."""
+    """Return True for an existing file of any type, and for a folder that `save_to_disk` of the datasets library wrote."""
     return os.path.isfile(path) or any(
         os.path.isfile(os.path.join(path, name)) for name in _DATASET_FILES
     )
@@ -752,11 +757,11 @@ def _read_table(
     text: str,  # content of the file
     delimiter: str,  # a comma or a tab
 ) -> list[tuple[str, dict[str, str]]]:
-    """Split the text of a table into its header and rows.
+    """Split the text of a CSV or TSV table into its header and rows.
 
-    Returns one entry per row: its place, such as "line 2", and its fields, keyed by column. The first entry is the
-    header, with the place "header" and empty fields; an empty table has no entries.
-    Raises ValueError with the line of a row that does not have exactly one field per column.
+    Returns one pair per row: its place in the file, such as "line 2", and its fields, keyed by column. The first pair
+    is the header, with the place "header" and empty fields; an empty table gives an empty list.
+    Raises ValueError, with the line, for a row that does not have exactly one field per column, and if a column occurs twice.
     """
     lines = text.split("\n")
     rows = []
@@ -814,7 +819,7 @@ def _undo_csv_quoting(field: str) -> str:
 def _build_record(
     fields: list[tuple[str, Any]],  # names and values of a JSON object, as `json.loads` passes them
 ) -> dict[str, Any]:
-    """Return a JSON object as a dictionary; raise InputError if a field occurs twice."""
+    """Return the fields of a JSON object as a dictionary; raise InputError if a field occurs twice."""
     record = dict(fields)
     if len(record) < len(fields):
         names = [name for name, _ in fields]
@@ -828,8 +833,8 @@ def _build_record(
 def _read_json_lines(text: str) -> list[tuple[str, Any]]:
     """Parse each line that is not blank as a JSON value.
 
-    Returns pairs of a place, such as "line 2", and a value. Raises ValueError with the first line that is
-    not JSON, or has an object with a repeated field.
+    Returns one pair per value: its place in the file, such as "line 2", and the value. Raises ValueError with the first
+    line that is not JSON, or has an object with a repeated field.
     """
     values = []
     # not `splitlines`, which also splits at U+2028, a character that JSON allows in a text
@@ -846,7 +851,7 @@ def _read_json_lines(text: str) -> list[tuple[str, Any]]:
 
 
 def _number_entries(content: Any) -> list[tuple[str, Any]]:
-    """Return the entries of a list, each with its place, such as "entry 2".
+    """Return a pair per entry of a list: its place, such as "entry 2", and the entry.
 
     Raises ValueError if the content is not a list.
     """
@@ -858,8 +863,8 @@ def _number_entries(content: Any) -> list[tuple[str, Any]]:
 def _read_lines(text: str) -> list[tuple[str, Any]]:
     """Split the text of a .txt file into prompts, one per line, or into records if the text is JSON.
 
-    Returns pairs of a place, such as "line 2", and a prompt or record. Raises ValueError if the lines
-    look like a table or a YAML list.
+    Returns pairs of a place in the file, such as "line 2", and a prompt or record. Raises ValueError if the lines
+    look like a table or a YAML list, whose file would need another extension.
     """
     lines = [
         (f"line {number}", line.strip())
@@ -906,7 +911,10 @@ _INSTALL_DATASETS = "pip install 'chunk-grpo[datasets]'"
 
 
 def _table_records(table: Any) -> list[tuple[str, Any]]:  # table: a pyarrow.Table
-    """Return the header and rows of a table, in the form of `_read_table`, without columns of bytes such as images."""
+    """Return the header and rows of a table as `_read_table` does, with places such as "row 2".
+
+    Columns of bytes, such as images, are left out.
+    """
     names = [column.name for column in table.schema if "binary" not in str(column.type)]
     rows = table.select(names).to_pylist()
     header: list[tuple[str, Any]] = [("header", dict.fromkeys(names, ""))]
@@ -971,8 +979,8 @@ _COMPARISON_FIELD = "human_preference"  # marks HPDv2's records, one per pair of
 
 
 def find_prompt_column(
-    names: Iterable[str],  # all columns
-    column: str = "",  # name to look for, case ignored; empty: Prompt or Prompts
+    names: Iterable[str],  # of all columns of a table, or of all fields of a record
+    column: str = "",  # name to look for, in upper or lower case; empty: Prompt or Prompts
 ) -> str:
     """Return the name of the column that holds the prompts.
 
@@ -992,9 +1000,9 @@ def find_prompt_column(
 
 
 def _describe_download(name: str) -> str:  # name: of a missing list of prompts, such as hpdv2-train
-    """Return a sentence that tells how to download a missing list of prompts.
+    """Return a sentence that says how to download a missing list of prompts.
 
-    For a published list it contains the command; for any other name it refers to `chunk-grpo doctor`.
+    For a published list it contains the command that downloads it; for any other name it refers to `chunk-grpo doctor`.
     """
     lists = read_yaml_file(Path(chunk_grpo.__file__).parent / "cli" / "needs.yaml")["prompts"]
     for published, how in lists.items():
@@ -1014,13 +1022,13 @@ def _find_shipped_list(
 def read_prompt_records(
     source: str,  # a file or dataset folder, FILE:COLUMN, or a shipped list such as "pocket:train"
     field: str = "prompts",  # the setting's name, for the error message
-    negative_prompts: bool = True,  # allow records with a negative prompt
-    sizes: bool = False,  # allow records with a size of their images
+    negative_prompts: bool = True,  # allow records with a field negative_prompt
+    sizes: bool = False,  # allow records with a field resolution, or with height and width
 ) -> list[tuple[str, str, Any]]:  # per prompt: its place, such as "line 2", the prompt, its record
     """Read a list of prompts, each with its place in the file and the text or mapping that contains it.
 
     For HPDv2's comparisons, only the first record of each prompt is returned. Raises InputError if the list is
-    missing, empty or unreadable, or if a record asks for its own way of sampling.
+    missing, empty or unreadable, or if a record asks for its own way of sampling, for example with a field seed.
     """
     name, column = split_prompt_column(source)
     path = Path(name)
@@ -1094,9 +1102,10 @@ def _parse_records(
     data: bytes,  # content of the file
     extension: str,  # of the file, such as .csv; an unknown one is read as .txt
 ) -> list[tuple[str, Any]]:  # per record: its place, such as "line 2", and its value
-    """Split the content of a file into records.
+    """Split the content of a file of prompts into records.
 
-    Raises ValueError if it does not have the format that its extension or its first line suggests.
+    For a table the first record is the header, with the place "header". Raises ValueError if the content does not have
+    the format that its extension or its first line suggests.
     """
     if extension in (".parquet", ".arrow"):
         return _read_arrow(data, extension)
@@ -1121,7 +1130,7 @@ def _parse_records(
 def _extract_prompt(
     place: str,  # place of the record, such as "line 2"
     record: Any,  # a text or a mapping
-    column: str,  # name of the prompt's field; empty: the usual one
+    column: str,  # name of the field that holds the prompt; empty: Prompt or Prompts
 ) -> str:
     """Return the prompt of a record, without surrounding blanks.
 
@@ -1146,12 +1155,12 @@ def _normalize_field(name: object) -> str:
 
 
 def _is_blank(value: Any) -> bool:  # value: of a record's field
-    """Return True for None, a blank text, and an empty list or mapping, which may also be written as text."""
+    """Return True for None, a blank text, an empty list or mapping, and the text of one, such as "[]" or "{}"."""
     return value is None or (isinstance(value, (str, list, dict)) and not str(value).strip(" []{}"))
 
 
 def _size_of_record(
-    place: str,  # setting, line and file, for the error message
+    place: str,  # such as "prompts: line 2 of a.csv", for the error message
     record: Mapping,  # the prompt and its other fields
 ) -> tuple[int, int] | None:  # height and width in pixels; None: the record names no size
     """Return the size that a record names for its images, by `resolution` or by `height` and `width`.
@@ -1189,7 +1198,7 @@ def _size_of_record(
 
 
 def _negative_prompt_of_record(
-    place: str,  # setting, line and file, for the error message
+    place: str,  # such as "prompts: line 2 of a.csv", for the error message
     record: Mapping,  # the prompt and its other fields
 ) -> str:  # without surrounding blanks; "" if the record has no negative prompt
     """Return the negative prompt in a record.
@@ -1208,15 +1217,15 @@ def _negative_prompt_of_record(
 
 
 def _check_sampling_fields(
-    place: str,  # setting, line and file, for the error message
+    place: str,  # such as "prompts: line 2 of a.csv", for the error message
     record: dict,  # the prompt and its other fields
-    path: Path,  # of the list's file
-    negative_prompts: bool,  # allow a negative prompt
-    sizes: bool,  # allow a size of the images
+    path: Path,  # of the list's file, for the error message
+    negative_prompts: bool,  # allow a field negative_prompt
+    sizes: bool,  # allow a field resolution, or height and width
 ) -> None:
     """Raise InputError if a record asks for its own way of sampling, such as a seed.
 
-    A negative prompt and a size are allowed if the parameters say so and their values are valid.
+    A negative prompt is allowed if `negative_prompts` is True, and a size if `sizes` is True; their values must be valid.
     """
     if sizes:
         _size_of_record(place, record)
@@ -1247,7 +1256,7 @@ def _check_sampling_fields(
 def read_prompts(
     source: str,  # as for `read_prompt_records`
     field: str = "prompts",  # the setting's name, for error messages
-    negative_prompts: bool = True,  # allow records with a negative prompt
+    negative_prompts: bool = True,  # allow records with a field negative_prompt
 ) -> list[str]:
     """Read the prompts of a list, in the order of the list.
 
@@ -1260,8 +1269,8 @@ def read_prompts(
 def read_prompts_with_records(
     source: str,  # of prompts, as for `read_prompts`
     field: str = "prompts",  # the setting's name, for error messages
-    negative_prompts: bool = True,  # allow records with a negative prompt
-    sizes: bool = False,  # allow records with a size of their images
+    negative_prompts: bool = True,  # allow records with a field negative_prompt
+    sizes: bool = False,  # allow records with a field resolution, or with height and width
 ) -> tuple[list[str], list[dict]]:  # prompts, and the record of each
     """Read the prompts of a list together with their records, which a reward may use.
 
@@ -1293,8 +1302,8 @@ def hash_records(
 class ImagePrompt(str):
     """A prompt with the image that it edits.
 
-    It can be used wherever a text is needed. Two such prompts are equal if their texts and the contents of
-    their images are equal.
+    It is a `str`, so it can be used wherever a text is needed. Two such prompts are equal if their texts and the contents
+    of their image files are equal; such a prompt never equals a plain text.
     """
 
     image: Path  # the image's file
@@ -1324,7 +1333,7 @@ class ImagePrompt(str):
         return _copy_image_prompt(text, vars(self))
 
     def __eq__(self, other: object) -> bool:
-        """Compare the texts and the images."""
+        """Return True if `other` is an `ImagePrompt` with the same text and the same content of the image file."""
         return (
             isinstance(other, ImagePrompt)
             and str.__eq__(self, other)
@@ -1332,7 +1341,7 @@ class ImagePrompt(str):
         )
 
     def __ne__(self, other: object) -> bool:
-        """Return True unless texts and images are equal; `str.__ne__` would compare only the texts."""
+        """Return the opposite of `==`; the inherited `str.__ne__` would compare only the texts."""
         return not self == other
 
     def __hash__(self) -> int:
@@ -1340,7 +1349,7 @@ class ImagePrompt(str):
         return hash((str(self), self.image_sha256))
 
     def __reduce__(self) -> tuple:
-        """Pickle the text and the attributes, so that loading the prompt does not need the image's file."""
+        """Return what pickle stores, the text and the attributes, so that unpickling does not need the image's file."""
         return _copy_image_prompt, (str(self), vars(self))
 
 
@@ -1401,9 +1410,9 @@ def find_editing_pipeline(
     model: str,  # as for `locate_model`
     family: str = "",  # as for `check_pipeline_folder`
 ) -> str:
-    """Return the name of a model's pipeline class if the model edits images, else "".
+    """Return the name of a model's pipeline class, such as FluxKontextPipeline, if the model edits images, else "".
 
-    At most model_index.json is downloaded, for a hub id that no family lists. The result is also "" if the model
+    Of a hub id that no family lists, only model_index.json is downloaded. The result is also "" if the model
     cannot be read, which other checks report.
     """
     if family:
@@ -1437,8 +1446,8 @@ def read_model_prompts(
     field: str,  # the setting's name, for error messages
     model: str,  # that generates the images, as for `locate_model`
     family: str = "",  # of the model, as for `check_pipeline_folder`
-    negative_prompts: bool = True,  # allow records with a negative prompt
-    sizes: bool = False,  # allow records with a size of their images
+    negative_prompts: bool = True,  # allow records with a field negative_prompt
+    sizes: bool = False,  # allow records with a field resolution, or with height and width
 ) -> list[str]:  # of `ImagePrompt` if the model edits images
     """Read the prompts of a list, with their images if the model edits images.
 
@@ -1469,9 +1478,12 @@ def read_model_prompts(
 
 def read_run_prompts(
     settings: Any,  # with model, family, prompts and eval_prompts
-    field: str = "prompts",  # or eval_prompts
+    field: str = "prompts",  # the setting that names the list: prompts or eval_prompts
 ) -> list[str]:  # of `ImagePrompt` if the model edits images
-    """Read the training or evaluation prompts of a run, with their images if the model edits images."""
+    """Read the training or evaluation prompts of a run, with their images if the model edits images.
+
+    Raises InputError in the same cases as `read_model_prompts`.
+    """
     return read_model_prompts(
         getattr(settings, field),
         field,
@@ -1483,11 +1495,11 @@ def read_run_prompts(
 
 def allows_record_sizes(
     settings: Any,  # of a run; settings without `resolution` allow no sizes
-    field: str,  # prompts or eval_prompts
+    field: str,  # the setting that names the list: prompts or eval_prompts
 ) -> bool:
-    """Return True if the records of a run's list may name the size of their images.
+    """Return True if the records of a run's list of prompts may name the size of their images.
 
-    Only training prompts may, and only if `resolution` has several sizes.
+    Only those of training prompts may, and only if `resolution` has several sizes.
     """
     has_sizes = hasattr(settings, "resolution") and len(training_sizes(settings)) > 1
     return field == "prompts" and has_sizes
@@ -1496,7 +1508,7 @@ def allows_record_sizes(
 def read_prompt_sizes(
     settings: Any,  # of a run
 ) -> list[int | tuple[int, int] | None]:  # per training prompt; None: its record names no size
-    """Read the image size that the record of each training prompt of a run names.
+    """Read the image size that the record of each training prompt of a run names, in the form in which `resolution` has it.
 
     Raises InputError if a size is not one of those in `resolution`.
     """
@@ -1520,9 +1532,12 @@ def read_prompt_sizes(
 
 def read_run_prompts_with_records(
     settings: Any,  # with model, family, prompts and eval_prompts
-    field: str = "prompts",  # or eval_prompts
+    field: str = "prompts",  # the setting that names the list: prompts or eval_prompts
 ) -> tuple[list[str], list[dict]]:  # prompts, as from `read_run_prompts`, and the record of each
-    """Read the training or evaluation prompts of a run together with their records, which a reward may use."""
+    """Read the training or evaluation prompts of a run together with their records, which a reward may use.
+
+    The records are those of `read_prompts_with_records`. Raises InputError in the same cases as `read_model_prompts`.
+    """
     _, records = read_prompts_with_records(
         getattr(settings, field), field, sizes=allows_record_sizes(settings, field)
     )
@@ -1530,7 +1545,7 @@ def read_run_prompts_with_records(
 
 
 def prompt_identity(prompt: str) -> str | list[str]:
-    """Return a JSON value that identifies a prompt: its text, or its text and the hash of its image."""
+    """Return a JSON value that identifies a prompt: its text, or for an `ImagePrompt` [text, sha256 of the image file]."""
     if isinstance(prompt, ImagePrompt):
         return [str(prompt), prompt.image_sha256]
     return prompt
@@ -1566,10 +1581,10 @@ def read_negative_prompts(
 
 
 def _read_run_list(
-    settings: Any,  # with model, family and the list
-    field: str,  # the setting that names the list
+    settings: Any,  # with model, family, prompts and eval_prompts
+    field: str,  # the setting that names the list: prompts or eval_prompts
 ) -> tuple[list[str], dict[str, str]]:  # prompts, and prompt -> negative prompt
-    """Read the prompts in one of a run's lists, and the negative prompts in its records."""
+    """Read the prompts in a run's list of training or evaluation prompts, and the negative prompts in its records."""
     family = getattr(settings, "family", "")
     negatives = read_negative_prompts(getattr(settings, field), field, settings.model, family)
     return read_run_prompts(settings, field), negatives
@@ -1581,7 +1596,8 @@ def read_run_negative_prompts(
 ) -> dict[str, str]:  # prompt -> negative prompt
     """Read the negative prompts in the records of all of a run's lists, keyed by prompt.
 
-    Raises InputError if there are any but the run has no classifier-free guidance, or if two lists contradict each other.
+    Raises InputError if a record has one but the run has no classifier-free guidance, or if the lists have different
+    negative prompts for the same prompt.
     """
     negatives: dict[str, str] = {}
     for field in fields:
@@ -1603,8 +1619,8 @@ def read_run_negative_prompts(
 
 
 def _prompts_as_json(
-    settings: Any,  # with model, family and the list
-    field: str,  # the setting that names the list
+    settings: Any,  # with model, family, prompts and eval_prompts
+    field: str,  # the setting that names the list: prompts or eval_prompts
 ) -> list:  # per prompt: `prompt_identity`, or [`prompt_identity`, negative prompt] if it has one
     """Return the prompts and negative prompts of a list as JSON values, independent of the format of the file."""
     prompts, negatives = _read_run_list(settings, field)
@@ -1622,12 +1638,13 @@ def describe_prompts(
     field: str = "prompts",  # the setting's name, for error messages
     model: str = "pocket",  # that generates the images
     family: str = "",  # of the model, as for `check_pipeline_folder`
-    sizes: bool = True,  # allow records with a size of their images
+    sizes: bool = True,  # allow records with a field resolution, or with height and width
 ) -> str:
     """Describe a list in one line: the number of prompts, the first two, and how many are repeated.
 
-    If the model edits images, the line also says how many of the images are not square. It also counts the
-    prompts that have a negative prompt of their own, and those whose records name the size of their images.
+    If the model edits images, the line also says how many of the images are not square. It then counts the
+    prompts that have a negative prompt of their own, and those whose records name the size of their images. For example:
+    "2 prompts from a.txt, first 'a cat' and 'a dog', none repeated". Raises InputError as `read_model_prompts` does.
     """
     prompts = read_model_prompts(source, field, model, family, sizes=sizes)
     shortened = [text if len(text) <= 60 else f"{text[:57]}..." for text in prompts[:2]]
@@ -1673,8 +1690,9 @@ def write_prompts(
 ) -> str:  # absolute path of the file, for the settings `prompts` and `eval_prompts`
     """Write prompts as JSON lines and return the path of the file.
 
-    The other fields of mappings and the other columns of a dataset are written too. Raises InputError if an entry has no
-    prompt, or a value that JSON cannot represent, or if the file exists with different prompts.
+    All other fields of a mapping, and all other columns of a dataset, are written next to its prompt.
+    Raises InputError if an entry has no prompt, or a value that JSON cannot represent, or if the file exists with
+    different prompts.
     """
     file = Path(os.path.abspath(path))
     if file.suffix != ".jsonl":
@@ -1721,8 +1739,8 @@ def sample_prompt_indices(
 ) -> list[int]:  # all different
     """Return the indices of the prompts that an iteration trains on.
 
-    Each epoch shuffles the list and drops the remainder. All processes get the same indices. Raises InputError if the
-    list has fewer than `count` prompts.
+    Each epoch shuffles the list and drops the prompts at its end that do not fill an iteration. The same arguments give
+    the same indices, in every process. Raises InputError if the list has fewer than `count` prompts.
     """
     if count > total:
         raise InputError(
@@ -1738,7 +1756,10 @@ def space_positions_evenly(
     total: int,  # length of the list
     count: int,  # positions to choose; all of the list if it is shorter
 ) -> list[int]:
-    """Return `count` positions that are evenly spaced in a list, starting with 0."""
+    """Return `count` positions that are evenly spaced in a list, starting with 0.
+
+    A total of 6 and a count of 3 give [0, 2, 4].
+    """
     count = min(count, total)
     return [i * total // count for i in range(count)]
 
@@ -1768,7 +1789,7 @@ def check_embedded_guidance(
 ) -> None:
     """Raise InputError if `guidance` or `eval_guidance` is set for a model that does not take a guidance scale.
 
-    0 and the default are allowed, since they show no intention.
+    0 and the default value of `guidance` are allowed, since they do not show that the user wants guidance.
     """
     if family.embeds_guidance(transformer_config):
         return
@@ -1829,9 +1850,9 @@ _FILE_OPTIONS = (
 
 
 def make_inputs_absolute(settings: Any) -> Any:  # settings: of a run; returns a copy
-    """Return the settings with absolute paths of the model, the start adapter, the prompts and the reward files.
+    """Return the settings with absolute paths of the model, the start adapter, the prompts and the rewards' files.
 
-    A path that does not exist on this machine stays as it is.
+    A value that is no path, such as a hub id, or that does not exist on this machine stays as it is.
     """
     changes: dict[str, Any] = {}
     if settings.model not in POCKET_MODELS and os.path.isdir(settings.model):
@@ -1854,7 +1875,7 @@ def _absolute_option(
     key: str,  # name of a reward's option
     value: Any,  # the option's value
 ) -> Any:
-    """Return an option's value, as an absolute path if it names a file that exists."""
+    """Return an option's value, made an absolute path if the option takes a path and the value is one that exists."""
     if not isinstance(value, str):
         return value
     # An environment is a name, a requirements file, or a folder with an interpreter.
@@ -1875,7 +1896,7 @@ def hash_prompts(
 
 
 def hash_file_stats(folder: Path) -> str:  # hex
-    """Return a hash of the names, sizes and modification times of a model's files, without reading them."""
+    """Return a sha256 of the names, sizes and modification times of a model's files, without reading the files."""
     stats = []
     for file in _list_files(folder, MODEL_FOLDERS):
         stat = file.stat()
@@ -1914,10 +1935,10 @@ def describe_inputs(
 
 def find_changed_input(
     settings: Any,  # of a run
-    run_info: Mapping,  # content of run.json; of model_sha256, prompts_sha256 and inputs, a missing key is not compared
-    names: Sequence[str] = ("model", "prompts", "eval_prompts"),  # inputs to compare
+    run_info: Mapping,  # content of run.json; if model_sha256, prompts_sha256 or inputs is missing, it is not compared
+    names: Sequence[str] = ("model", "prompts", "eval_prompts"),  # the inputs to compare
 ) -> str | None:
-    """Return the name of the first input that differs from what the run recorded, or None.
+    """Return the first of model, prompts and eval_prompts that differs from what the run recorded, or None.
 
     Raises InputError if an input is missing.
     """

@@ -62,7 +62,7 @@ LORA_TARGETS = (
 
 # %% ../../nbs/03_models/02_policy.ipynb #073be9ae
 def find_blocks(net: Any) -> dict[str, Any]:  # net: a transformer of diffusers
-    """Return the repeated blocks of a transformer, keyed by name."""
+    """Return the transformer's blocks, the modules whose class diffusers lists as repeated, keyed by module name."""
     class_names = getattr(net, "_repeated_blocks", None) or net._no_split_modules or ()
     return {
         name: module for name, module in net.named_modules() if type(module).__name__ in class_names
@@ -83,9 +83,9 @@ def align_parameters(
 
 
 def _load_network(
-    policy: "Policy",  # its folder and device are set already
+    policy: "Policy",  # its folder, device, dtype and quantization are set already
     network_index: int,  # 0: the transformer, 1: the VAE
-    weights: torch.dtype,  # of the stored weights
+    weights: torch.dtype,  # number format of the network's weights in memory
     keep_on_cpu: bool = False,  # do not move the network to the policy's device
 ) -> Any:
     """Load one network of the policy's folder, frozen and in evaluation mode, and return it.
@@ -112,9 +112,9 @@ QUANTIZATION_PACKAGES = {"int8": "torchao", "fp8": "torchao", "nf4": "bitsandbyt
 
 def check_quantization(
     quantization: str,  # none, int8, fp8 or nf4
-    device: torch.device,  # of the network
+    device: torch.device,  # where the network computes
 ) -> None:
-    """Raise InputError if this machine cannot quantize the weights of a network."""
+    """Raise InputError if the format's package is not installed, or if the format is nf4 and the device is a CPU."""
     if quantization == "none":
         return
     package = QUANTIZATION_PACKAGES[quantization]
@@ -148,7 +148,7 @@ def quantization_config(
 
 # %% ../../nbs/03_models/02_policy.ipynb #2cd35b71
 def native_shift(policy: "Policy") -> float:  # the `shift` argument of `schedule.sigmas`
-    """Return the shift of the model's own scheduler at this resolution: the static one, or exp(mu) of a dynamic shift.
+    """Return the shift of the model's own scheduler at the policy's resolution: the static one, or exp(mu) of a dynamic one.
 
     Raises InputError if exp(mu) overflows.
     """
@@ -174,14 +174,14 @@ def native_shift(policy: "Policy") -> float:  # the `shift` argument of `schedul
 
 
 def scheduler_config(policy: "Policy") -> dict:
-    """Return the configuration of the pipeline's scheduler."""
+    """Return the configuration of the scheduler of the policy's pipeline, from memory or from its folder."""
     if policy.pipe is not None:
         return dict(policy.pipe.scheduler.config)
     return read_model_json(policy.folder, "scheduler/scheduler_config.json")
 
 
 def is_described_by_shift(policy: "Policy") -> bool:
-    """Return True if the scheduler's levels are evenly spaced levels with a shift, as `schedule.sigmas` computes them."""
+    """Return True if `schedule.sigmas` can compute the scheduler's noise levels: evenly spaced ones, then shifted."""
     config = scheduler_config(policy)
     other_rules = (
         "shift_terminal",
@@ -195,9 +195,9 @@ def is_described_by_shift(policy: "Policy") -> bool:
 
 
 def scheduler_sigmas(
-    policy: "Policy",
-    **arguments: Any,  # arguments of the scheduler's `set_timesteps`
-) -> Tensor:  # (T+1,) float32
+    policy: "Policy",  # of which the scheduler's configuration is used
+    **arguments: Any,  # arguments of the scheduler's `set_timesteps`, such as sigmas and mu
+) -> Tensor:  # (T + 1,) float32, for T steps
     """Return the noise levels that the pipeline's scheduler computes from these arguments.
 
     Raises InputError if the levels do not fall from 1 to 0.
@@ -214,7 +214,7 @@ def scheduler_sigmas(
 
 # %% ../../nbs/03_models/02_policy.ipynb #b9d5f00d
 def compute_network_sigma(
-    policy: "Policy",  # with the setting `truncate_timesteps`
+    policy: "Policy",  # its attribute `truncate_timesteps` holds the setting of that name
     sigma: Tensor,  # noise levels in [0, 1], of any shape
 ) -> Tensor:  # of the same shape; `sigma` itself if nothing is truncated
     """Return the noise levels that rollout and training pass to the network.
@@ -227,10 +227,10 @@ def compute_network_sigma(
 
 # %% ../../nbs/03_models/02_policy.ipynb #4bd36afa
 def _largest_vae_activation(
-    config: Any,  # a VAE's configuration, with attributes
+    config: Any,  # a VAE's configuration, as `vae.config` of diffusers
     resolution: int | tuple[int, int],  # side length or (height, width), pixels
 ) -> int:
-    """Return the number of values in the largest layer output of the VAE's decoder, per image."""
+    """Return how many values the largest output of a layer of the VAE's decoder has for one image."""
     height, width = image_size(resolution)
     channels = getattr(config, "block_out_channels", None)
     if not channels:
@@ -243,8 +243,8 @@ def _largest_vae_activation(
     )
 
 # %% ../../nbs/03_models/02_policy.ipynb #d353d3d2
-def padded_batch_size(count: int) -> int:  # count: rows, from 1; returns at least as many
-    """Return the smallest number not below `count` that is a power of two or 3/4 of one."""
+def padded_batch_size(count: int) -> int:  # count: rows of a batch, from 1
+    """Return the smallest of 1, 2, 3, 4, 6, 8, 12, 16, ... (powers of two and 3/4 of them) that is at least `count`."""
     power = 2 ** (count - 1).bit_length()
     return power * 3 // 4 if 4 * count <= power * 3 else power
 
@@ -256,18 +256,18 @@ class ModelConfig:
     pipeline: str  # name for `find_family`: a pipeline class of diffusers, or a family of your own
     transformer: str = "{}"  # the transformer's configuration
     autoencoder: str = "{}"  # the VAE's configuration
-    extra_tokens: int = 0  # tokens of the text beyond `max_tokens`
+    extra_tokens: int = 0  # tokens of the text beyond `max_tokens`, such as CLIP's 77 in SD3
 
 
 class Family:
-    """The classes and sizes of a model family, and the methods that a family may override."""
+    """The names and sizes that describe a model family, and the methods with a default that a family may override."""
 
     pipeline: str  # name of its pipeline class in diffusers
     network_classes: tuple[str, str]  # names of its transformer and VAE classes
     # sub-folders that determine the prompt embeddings
     text_folders: tuple[str, ...] = ("text_encoder", "tokenizer")
     max_sequence_length: int = 512  # largest `max_tokens` that the pipeline allows
-    patch: int = 2  # latent pixels per side of one token of the transformer
+    patch: int = 2  # latent pixels per side of the square that one token of the transformer covers
     known_configs: dict[str, ModelConfig] = {}  # of published models, by hub id
     lora_targets: tuple[str, ...] = LORA_TARGETS  # ends of the names of layers that get an adapter
     # layers of the last block that get no gradient, since nothing uses their output
@@ -279,7 +279,7 @@ class Family:
 
     @classmethod
     def extra_tokens(cls, folder: Path) -> int:
-        """Return the number of text tokens beyond `max_tokens`, read from a pipeline's folder.
+        """Return the number of text tokens beyond `max_tokens`, read from a pipeline's folder; by default 0.
 
         Raises OSError, KeyError or ValueError if the folder does not contain the number.
         """
@@ -291,7 +291,7 @@ class Family:
         return 2 ** (len(self.vae.config.block_out_channels) - 1)
 
     def sigmas(self, steps: int) -> Tensor:  # (steps + 1,)
-        """Return the noise levels that the pipeline itself uses for this number of steps."""
+        """Return the noise levels, from 1 to 0, that the pipeline itself uses for this number of steps."""
         if is_described_by_shift(self):
             return sigmas(steps, native_shift(self))
         # As in diffusers' pipelines: with `use_flow_sigmas` the scheduler spaces the levels itself.
@@ -304,7 +304,7 @@ class Family:
 
     def load_networks(
         self,
-        weights: torch.dtype,  # of the transformer's stored weights
+        weights: torch.dtype,  # of the transformer's weights in memory
         keep_on_cpu: bool,  # do not move the transformer to the policy's device
     ) -> tuple[Any, Any]:  # transformer and VAE
         """Load the transformer and the VAE, both frozen.
@@ -326,7 +326,7 @@ class Family:
         cls,
         transformer_config: dict,  # content of transformer/config.json
     ) -> bool:
-        """Return True if `predict` passes `guidance` to the transformer; a family that ignores it overrides this."""
+        """Return True if `predict` passes the scale `guidance` to the transformer; a family that ignores it overrides this."""
         return True
 
     @classmethod
@@ -335,22 +335,22 @@ class Family:
         pipeline_config: dict,  # the pipeline's model_index.json
         true_cfg_scale: float,  # classifier-free guidance scale; 1: off
     ) -> None:
-        """Raise InputError if the model does not allow classifier-free guidance of this scale; by default all are allowed."""
+        """Raise InputError if the model does not allow classifier-free guidance of this scale; by default do nothing."""
 
     def apply_guidance(
         self,
         prompt_velocity: Tensor,  # (B, S, C), velocity with the prompt
         negative_velocity: Tensor,  # (B, S, C), velocity with the negative prompt
     ) -> Tensor:  # (B, S, C)
-        """Return the velocity of classifier-free guidance with scale `true_cfg_scale`."""
+        """Return negative + `true_cfg_scale` * (prompt - negative), the velocity of classifier-free guidance."""
         return negative_velocity + self.true_cfg_scale * (prompt_velocity - negative_velocity)
 
 # %% ../../nbs/03_models/02_policy.ipynb #f5501462
 def watch_saturation(
     network: nn.Module,  # a transformer of diffusers, which gets hooks
     device: torch.device,  # where it computes
-) -> Tensor:  # () bool, set to True by the first float16 output of a block that reaches the limit
-    """Make the transformer's blocks record whether their outputs reach the largest float16 number."""
+) -> Tensor:  # () bool, becomes True once a float16 output of a block reaches the limit or is NaN
+    """Make the transformer's blocks record whether an output reaches the largest float16 number, and return the flag."""
     saturated = torch.zeros((), dtype=torch.bool, device=device)
 
     def record(module: nn.Module, inputs: tuple, output: Any) -> None:
@@ -367,7 +367,8 @@ def watch_saturation(
 class Policy(Family):
     """A diffusers pipeline as a policy, loaded from a folder or taken from memory.
 
-    A family is a subclass that adds `embed`, `noise`, `predict` and `decode`.
+    A family is a subclass that adds `embed`, `noise`, `predict` and `decode`. In the shapes of its methods, B is the
+    number of images, S the number of tokens per image, and C the number of channels per token.
     """
 
     trained: list[nn.Parameter]  # weights to be optimised, see `trainable.make_trainable`
@@ -394,7 +395,7 @@ class Policy(Family):
         guidance: float = 3.5,  # embedded guidance scale; ignored by models without the embedding
         dtype: torch.dtype = torch.float32,  # of the forward passes
         device: str | torch.device = "cpu",  # where the networks compute
-        weights: torch.dtype = torch.float32,  # of the transformer's stored weights
+        weights: torch.dtype = torch.float32,  # of the transformer's weights in memory
         true_cfg_scale: float = 1.0,  # classifier-free guidance scale; 1: off
         keep_on_cpu: bool = False,  # leave the transformer on the CPU, from where `shard_model` takes it
         vae_tiling: bool = False,  # decode images one by one, and large ones in the VAE's tiles
@@ -404,8 +405,8 @@ class Policy(Family):
     ) -> None:
         """Load the networks and freeze them.
 
-        Raises InputError if the pipeline does not allow that many tokens, or the latents at this
-        resolution cannot be packed.
+        Raises InputError if the pipeline does not allow that many tokens or this `true_cfg_scale`, if the machine cannot
+        quantize, or if a side of the resolution is not a multiple of `patch` * `vae_scale_factor` pixels.
         """
         use_full_float32()
         if max_tokens > self.max_sequence_length:
@@ -431,7 +432,7 @@ class Policy(Family):
 
     @property
     def key(self) -> str:  # sha256 in hex
-        """Return a hash of everything that the embeddings depend on besides the prompt.
+        """Return a hash of everything that the embeddings depend on besides the prompt, which is the key of their cache.
 
         If prompts have images, it also depends on the resolution, because these images are scaled to it.
         """
@@ -443,9 +444,9 @@ class Policy(Family):
         self,
         resolution: int | tuple[int, int],  # side length or (height, width), pixels
     ) -> Self:
-        """Set the resolution of the images and return the policy.
+        """Set the resolution of the images, the sizes of their latents and the number of tokens, and return the policy.
 
-        Raises InputError if the latents cannot be packed.
+        Raises InputError if a side is not a multiple of `patch` * `vae_scale_factor` pixels.
         """
         height, width = image_size(resolution)
         stride = self.patch * self.vae_scale_factor
@@ -482,7 +483,7 @@ class Policy(Family):
         return self
 
     def get_negative_prompts(self, prompts: Sequence[str]) -> list[str]:
-        """Return one negative prompt per prompt: its own, or else that of the run.
+        """Return one negative prompt per prompt: that of the prompt itself, or else that of the run, `negative_prompt`.
 
         Without classifier-free guidance the list is empty. The negative prompt of an `ImagePrompt` has the same image.
         """
@@ -499,12 +500,12 @@ class Policy(Family):
     def velocity(
         self,
         latents: Tensor,  # (B, S, C)
-        sigma: Tensor,  # (B,), in [0, 1]
-        conditioning: dict[str, Tensor],  # of `encode`, one row per latent
+        sigma: Tensor,  # (B,), noise level of each image, in [0, 1]
+        conditioning: dict[str, Tensor],  # tensors as `encode` returns them, one row per image
     ) -> Tensor:  # (B, S, C) float32
-        """Return $v_\\theta(x_t, t)$ of each latent at its own sigma and with its own conditioning.
+        """Return the velocity $v_\\theta(x_t, t)$ of each image's latents at their own sigma and with their own conditioning.
 
-        With `true_cfg_scale` above 1 this is the guided velocity.
+        With `true_cfg_scale` above 1 this is the velocity of `apply_guidance`, and `conditioning` needs the `negative_` tensors.
         """
         count = len(latents)
         latents = latents.to(self.dtype)
@@ -534,9 +535,9 @@ class Policy(Family):
 
     def vae_decode(
         self,
-        latents: Tensor,  # of the VAE: (B, C, h, w), or with an axis of frames
-    ) -> Tensor:  # (B, 3, ...) float32 in [0, 1]
-        """Decode latents that have the layout and scale of the VAE into images."""
+        latents: Tensor,  # (B, C, h, w), or (B, C, frames, h, w) for a VAE of videos
+    ) -> Tensor:  # (B, 3, H, W), or (B, 3, frames, H, W), float32 in [0, 1]
+        """Decode latents that already have the layout and the scale of the VAE into images."""
         # One expression, so that intermediate images are freed at once.
         return (
             self.vae.decode(latents.to(self.vae.dtype), return_dict=False)[0].float() / 2 + 0.5
@@ -569,18 +570,18 @@ def _is_model(model: object) -> bool:
 
 
 def _is_resolution(resolution: int | Sequence[int]) -> bool:
-    """Return True if `resolution` is a side length, or a height and a width, of at least 1 pixel."""
+    """Return True if `resolution` is a side length, or a pair of height and width, in whole pixels from 1."""
     sides = (resolution, resolution) if isinstance(resolution, int) else resolution
     return len(sides) == 2 and all(type(side) is int and side > 0 for side in sides)
 
 
 def _load_policy_of_pipeline(
-    pipe: "diffusers.DiffusionPipeline",
+    pipe: "diffusers.DiffusionPipeline",  # whose networks are used as they are
     resolution: int | tuple[int, int],  # side length or (height, width), pixels
-    dtype: str,  # of the forward passes
-    weights: str | None,  # dtype of the transformer's stored weights
-    family: str,  # as for `load_policy`
-    **options: Any,  # further arguments of `Policy`
+    dtype: str,  # of the forward passes; must be that of the pipeline
+    weights: str | None,  # dtype of the transformer's weights in memory; None: that of the pipeline
+    family: str,  # a class of your own, as file.py:Class; empty: the class of the pipeline decides
+    **options: Any,  # further arguments of `Policy`, such as max_tokens
 ) -> Policy:
     """Make a policy from a pipeline in memory.
 
@@ -676,14 +677,14 @@ def load_policy(
 # %% ../../nbs/03_models/02_policy.ipynb #04bea74e
 @torch.no_grad()
 def decode_latents(
-    policy: Policy,  # with the VAE
-    latents: Tensor,  # (B, S, C), at sigma 0
+    policy: Policy,  # whose VAE decodes
+    latents: Tensor,  # (B, S, C), at sigma 0; S tokens of C channels per image
     batch: int = 16,  # largest number of images decoded at once
 ) -> Tensor:  # (B, 3, H, W) in [0, 1], on the CPU
     """Decode latents into images, in batches.
 
-    Raises InputError if an image is not finite. The first process of a run prints a warning the first time that
-    an activation of its transformer has reached the largest float16 number; the other processes print nothing.
+    Raises InputError if an image is not finite. Prints a warning once if an activation of the transformer has reached the
+    largest float16 number. In a run, only the first process prints it.
     """
     batch_size = min(batch, policy.decode_limit)
     batches = [

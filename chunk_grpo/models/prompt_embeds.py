@@ -41,7 +41,7 @@ _UNFINISHED_SECONDS = 3600
 def prompt_cache_folder() -> Path:
     """Return the folder of the prompt cache.
 
-    It is $CHUNK_GRPO_CACHE if set, else chunk_grpo in the user's cache folder.
+    It is $CHUNK_GRPO_CACHE if set, else the folder chunk_grpo in $XDG_CACHE_HOME, or in ~/.cache if that is not set.
     """
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(os.environ.get("CHUNK_GRPO_CACHE") or Path(home) / "chunk_grpo")
@@ -57,10 +57,10 @@ def _make_label(
     row: dict[str, Tensor],  # the prompt's tensors, keyed by name
     prompt: str,  # the prompt itself
     key: str,  # hash of everything else that the embeddings depend on
-) -> dict[str, str]:  # keyed by owner and sha256
-    """Compute the two hashes in the header of a prompt's file.
+) -> dict[str, str]:
+    """Return the two hashes in the header of a prompt's file.
 
-    `owner` is the hash of the prompt and the key, `sha256` the hash of the tensors.
+    Under the key `owner` is the hash of the prompt and of `key`, under `sha256` the hash of the tensors.
     """
     digest = hashlib.sha256()
     for name, value in sorted(row.items()):
@@ -78,9 +78,9 @@ def _save_prompt_embeds(
     prompt: str,  # the prompt itself
     key: str,  # hash of everything else that the embeddings depend on
 ) -> None:
-    """Write the embeddings of a prompt to a file, under a temporary name that is then replaced.
+    """Write the embeddings of a prompt to a safetensors file.
 
-    So other processes see the whole file or none.
+    The file gets its name only once it is complete, so other processes see the whole file or none.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     # A unique name, because other hosts may write the same prompt at the same time.
@@ -94,12 +94,13 @@ def _save_prompt_embeds(
 # %% ../../nbs/03_models/01_prompt_embeds.ipynb #11fbaa42
 def _read_prompt_embeds(
     path: Path,  # of the prompt's file
-    prompt: str,  # to which the file must belong
+    prompt: str,  # the prompt to which the file must belong
     key: str,  # hash of everything else that the embeddings depend on
 ) -> dict[str, Tensor]:
-    """Read the tensors in a prompt's file, and mark the file as used.
+    """Read the tensors in a prompt's file, keyed by name, and set the file's modification time to now.
 
-    Raises InputError if the file cannot be read, belongs to another prompt or model, or is damaged.
+    `trim_prompt_cache` removes the files with the oldest times first. Raises InputError if the file cannot be read,
+    belongs to another prompt or model, or is damaged.
     """
     check_regular_files([path], "prompts")
     try:
@@ -120,12 +121,12 @@ def _read_prompt_embeds(
 def cache_prompt_embeds(
     prompts: list[str],  # whose embeddings must be on disk afterwards
     key: str,  # hash of everything else that the embeddings depend on
-    encode: Callable[[list[str]], dict[str, Tensor]],  # returns one row per prompt
+    encode: Callable[[list[str]], dict[str, Tensor]],  # returns tensors with one row per prompt
     batch_size: int = 64,  # prompts encoded at once
 ) -> dict[str, Path]:  # keyed by prompt
-    """Encode the prompts that are not on disk or whose file is damaged, and return the file of every prompt.
+    """Encode the prompts that are not on disk or whose file is damaged, and return the path of every prompt's file.
 
-    Raises InputError if the disk has too little free space.
+    Prints a warning if a file is damaged. Raises InputError if the disk has too little free space.
     """
     folder = prompt_cache_folder() / "embeddings" / key[:32]
     missing = []
@@ -168,8 +169,8 @@ def _load_prompt_embeds(
     prompts: list[str],  # in the order of the rows; repeats are allowed
     key: str,  # hash of everything else that the embeddings depend on
     encode: Callable,  # as in `cache_prompt_embeds`
-) -> dict[str, Tensor]:
-    """Return the conditioning of prompts, one row per prompt, read from disk or encoded now."""
+) -> dict[str, Tensor]:  # the names of `encode`
+    """Return the embeddings of prompts, one row per prompt, read from disk or, if they are not there, encoded now."""
     paths = cache_prompt_embeds(prompts, key, encode)
     loaded = {p: _read_prompt_embeds(path, p, key) for p, path in paths.items()}
     names = loaded[prompts[0]]
@@ -177,7 +178,7 @@ def _load_prompt_embeds(
 
 # %% ../../nbs/03_models/01_prompt_embeds.ipynb #3da5df5d
 def _prompt_cache_limit() -> float:  # gigabytes
-    """Return the size limit of the prompt cache, which is $CHUNK_GRPO_CACHE_GB or by default 100.
+    """Return the size limit of the prompt cache in gigabytes: $CHUNK_GRPO_CACHE_GB, or 100 if that is not set.
 
     Raises InputError if the variable is not a number of at least 0.
     """
@@ -193,7 +194,7 @@ def _prompt_cache_limit() -> float:  # gigabytes
 def open_prompt_cache() -> Path:  # exists afterwards
     """Create the folder of the prompt cache if it does not exist, and return it.
 
-    Raises InputError if the folder cannot be created or the limit is invalid.
+    Raises InputError if the folder cannot be created, or $CHUNK_GRPO_CACHE_GB is not a number.
     """
     folder = prompt_cache_folder()
     _prompt_cache_limit()  # raises InputError if it is invalid
@@ -208,9 +209,9 @@ def open_prompt_cache() -> Path:  # exists afterwards
 
 # %% ../../nbs/03_models/01_prompt_embeds.ipynb #707f1c44
 def trim_prompt_cache(
-    gigabytes: float | None = None,  # size to trim to; None: the limit of the cache
+    gigabytes: float | None = None,  # size to trim to; None: $CHUNK_GRPO_CACHE_GB, by default 100
 ) -> int:
-    """Remove the least recently used embeddings until the rest fits the limit, and return how many were removed.
+    """Remove the least recently used embeddings until the rest fits the limit, and return how many files were removed.
 
     Files that were used within the last week stay. Unfinished files of killed processes are removed too, but not counted.
     """
@@ -244,16 +245,16 @@ def encoder_dtype(dtype: torch.dtype) -> torch.dtype:  # dtype: of the transform
 def lazy_prompt_encoder(
     policy: Any,  # with folder, dtype, device, `pipeline`, `edits_images` and `embed`
 ) -> Iterator[Callable[[list[str]], dict[str, Tensor]]]:
-    """Yield a function that encodes prompts.
+    """Yield a function that encodes a list of prompts as `policy.embed` does, into tensors with one row per prompt.
 
-    The function loads the encoders at its first call, and the context frees them at its end. The function raises
+    The function loads the encoders at its first call; they are freed when the context ends. The function raises
     InputError if the model's encoders or tokenizers fail.
     """
     pipe = []  # holds the pipeline once it is loaded
 
     @torch.no_grad()
     def encode(prompts: list[str]) -> dict[str, Tensor]:
-        """Encode prompts, one row per prompt."""
+        """Encode prompts into tensors, keyed by name, with one row per prompt."""
         try:
             if not pipe:
                 # The VAE encodes the images that prompts edit.
@@ -288,7 +289,7 @@ def lazy_prompt_encoder(
 
 # %% ../../nbs/03_models/01_prompt_embeds.ipynb #da7f0315
 def prompt_key(policy: Any) -> str:  # sha256 in hex
-    """Return a hash of everything that a policy's embeddings depend on besides the prompt."""
+    """Return a hash of what a policy's embeddings depend on besides the prompt: the encoders' files, `max_tokens` and dtype."""
     files = hash_model_files(policy.folder, policy.text_folders)
     return hashlib.sha256(
         f"{files} {policy.max_tokens} {encoder_dtype(policy.dtype)}".encode()
@@ -297,11 +298,11 @@ def prompt_key(policy: Any) -> str:  # sha256 in hex
 
 @torch.no_grad()
 def _encode_in_memory(
-    policy: Any,  # with its pipeline in memory, as `pipe`
-    prompts: list[str],  # one text per row
+    policy: Any,  # its attribute `pipe` is a pipeline in memory
+    prompts: list[str],  # repeats are allowed
     batch_size: int = 64,  # prompts encoded at once
-) -> dict[str, Tensor]:
-    """Encode prompts with a pipeline in memory, without the cache on disk, and return one row per prompt."""
+) -> dict[str, Tensor]:  # the names of `policy.embed`
+    """Encode prompts with the pipeline in memory, without the cache on disk, and return one row per prompt."""
     batches = [
         policy.embed(policy.pipe, list(prompts[start : start + batch_size]))
         for start in range(0, len(prompts), batch_size)
@@ -327,13 +328,13 @@ def _convert_to_float16(rows: dict[str, Tensor]) -> dict[str, Tensor]:
 
 @checked(prompts=Sequence[str])
 def encode_prompts(
-    policy: Any,  # with `key`, the value of `prompt_key`
-    prompts: list[str],  # one text per row
-) -> dict[str, Tensor]:  # what `embed` returns, one row per prompt
+    policy: Any,  # its `key` is the hash of everything that the embeddings depend on besides the prompt
+    prompts: list[str],  # P of them; repeats are allowed
+) -> dict[str, Tensor]:  # the tensors that `embed` returns, P rows each, on the policy's device
     """Return the conditioning of prompts, from the cache on disk or from the frozen encoders.
 
-    With classifier-free guidance it also contains the rows of each prompt's negative prompt, keyed by names that begin
-    with `negative_`.
+    With classifier-free guidance it also contains the rows of each prompt's negative prompt, under the same names with
+    the prefix `negative_`. Raises InputError if the encoders fail, or a value is too large for the dtype float16.
     """
     negatives = policy.get_negative_prompts(prompts)
     distinct_negatives = list(dict.fromkeys(negatives))

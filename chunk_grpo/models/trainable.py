@@ -73,13 +73,13 @@ _COMPILERS = {
 # %% ../../nbs/03_models/04_trainable.ipynb #1ebb5506
 def find_lora_layers(
     net: nn.Module,  # a transformer
-    lora_targets: tuple[str, ...] = (),  # ends of names; empty: `family_targets`
+    lora_targets: tuple[str, ...] = (),  # such as ("to_q", "to_v"); empty: `family_targets`
     family_targets: tuple[str, ...] = LORA_TARGETS,  # ends of the names of layers within blocks
 ) -> list[str]:
     """Return the names of the linear layers to adapt, in the order of the network.
 
-    A target is the end of a linear layer's name, or of the name of a module that holds linear layers,
-    such as `to_out`. Raises InputError if a target matches no linear layer.
+    A target is one or more whole parts of a layer's dotted name, such as to_q, ff.net.2, or to_out, a list that holds a
+    linear layer. Raises InputError if a target matches no linear layer.
     """
     linear = [name for name, layer in net.named_modules() if isinstance(layer, nn.Linear)]
 
@@ -102,8 +102,8 @@ def find_lora_layers(
     return [name for name in linear if name in chosen]
 
 
-def describe_layers(names: Iterable[str]) -> str:  # names: of layers
-    """Summarise layers as patterns with the number of layers that each matches, such as blocks.*.attn.to_q (12)."""
+def describe_layers(names: Iterable[str]) -> str:  # names: of layers, such as blocks.0.attn.to_q
+    """Summarise layers as patterns with the number of layers that each matches, such as "blocks.*.attn.to_q (12)"."""
     counts = Counter(re.sub(r"^(\w+)\.\d+\.", r"\1.*.", name) for name in names)
     return ", ".join(f"{pattern} ({count})" for pattern, count in counts.items())
 
@@ -111,7 +111,7 @@ def describe_layers(names: Iterable[str]) -> str:  # names: of layers
 def list_adapted_layers(
     net: nn.Module,  # a transformer, with or without an adapter
 ) -> list[str]:
-    """Return the names of the layers that have a trainable adapter."""
+    """Return the names of the layers that have an adapter which is not frozen, in the order of the network."""
     return [
         name.removesuffix(".lora_A")
         for name, module in net.named_modules()
@@ -121,7 +121,7 @@ def list_adapted_layers(
 
 def freeze_layers_without_gradient(
     net: Any,  # a transformer, changed in place
-    layer_names: tuple[str, ...],  # within the last block
+    layer_names: tuple[str, ...],  # relative to a block, such as ("attn.to_add_out", "txt_mlp")
 ) -> None:
     """Freeze the named layers of the last block, which get no gradient because nothing uses their output."""
     for block in list(find_blocks(net).values())[-1:]:
@@ -131,20 +131,20 @@ def freeze_layers_without_gradient(
 # %% ../../nbs/03_models/04_trainable.ipynb #5f0629a5
 def make_trainable(
     policy: Policy,  # changed in place
-    lora_rank: int = 0,  # 0: full fine-tuning
-    lora_targets: tuple[str, ...] = (),  # ends of names of linear layers; empty: the family's
+    lora_rank: int = 0,  # rank of the adapter; 0: full fine-tuning
+    lora_targets: tuple[str, ...] = (),  # as for `find_lora_layers`; empty: the family's
     lora_alpha: int = 0,  # the adapter is scaled by lora_alpha / lora_rank; 0: by 1
     gradient_checkpointing: bool = False,  # recompute activations: less memory, 1/3 more time
     seed: int = 0,  # of the adapter's initial values
     sharding: str = "none",  # or fsdp: each process holds a shard of all weights but the adapter
     sharding_offload: bool = False,  # keep the sharded base of an adapter in host memory
     sharding_group: int = 0,  # processes that together hold one copy of the weights; 0: all
-    sampling_only: bool = False,  # for sampling only: all weights keep their number format
+    sampling_only: bool = False,  # the policy is never trained: all weights keep their number format
 ) -> list[nn.Parameter]:  # the weights to optimise, float32
     """Prepare a policy for training and return its trainable weights.
 
-    Full fine-tuning copies the base weights into `policy.base_params`; LoRA adds an adapter. Raises
-    InputError if a target matches no linear layer, or none of the adapted layers gets a gradient.
+    Full fine-tuning copies the base weights, or this process's shards of them, into `policy.base_params`; LoRA adds an
+    adapter. Raises InputError if a target matches no linear layer, or none of the adapted layers gets a gradient.
     """
     net = policy.transformer
     if gradient_checkpointing:
@@ -197,13 +197,13 @@ def make_trainable(
 
 # %% ../../nbs/03_models/04_trainable.ipynb #44be759f
 def _count_weights(parameter: Tensor) -> int:
-    """Return the number of weights in a parameter, which bitsandbytes may have packed two to a byte."""
+    """Return the number of weights in a parameter, also if bitsandbytes has packed two of them into each byte."""
     state = getattr(parameter, "quant_state", None)
     return math.prod(state.shape) if state is not None else parameter.numel()
 
 
-def trained_share(policy: Policy) -> float:  # policy: trainable; returns 0 ... 1
-    """Return the share of the transformer's weights that are trained or belong to a layer with an adapter."""
+def trained_share(policy: Policy) -> float:  # policy: of `make_trainable`
+    """Return the share, from 0 to 1, of the transformer's weights that are trained or belong to a layer with an adapter."""
     parameters = dict(policy.transformer.named_parameters())
     sizes = {name: _count_weights(p) for name, p in parameters.items() if ".lora_" not in name}
     trained = {name for name, p in parameters.items() if p.requires_grad}
@@ -217,14 +217,14 @@ def trained_share(policy: Policy) -> float:  # policy: trainable; returns 0 ... 
 
 # %% ../../nbs/03_models/04_trainable.ipynb #7a8ada49
 def _local_values(tensor: Tensor) -> Tensor:
-    """Return this process's shard of a sharded tensor, or all values of another one, in the same memory."""
+    """Return this process's shard of a sharded tensor, or all of an unsharded one; the result shares the tensor's memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor.data
 
 
 @torch.no_grad()
 def swap_weights(
-    parameters: Iterable[Tensor],  # changed in place; of a sharded one, this process's shard
-    # of the base or of a moving average, with the shapes of the local shards; changed in place
+    parameters: Iterable[Tensor],  # changed in place; of a sharded tensor, this process's shard
+    # one per parameter, of the base or of a moving average, with the shape of the parameter or shard; changed in place
     counterparts: list[Tensor],
 ) -> None:
     """Exchange the values of two lists of tensors, pair by pair, without changing memory addresses."""
@@ -245,12 +245,13 @@ def adapter_parameters(policy: Policy) -> list[nn.Parameter]:
 def base_weights(policy: Policy) -> Iterator[None]:  # trainable or not
     """Replace the policy's weights within this context by those of its base, from which training started.
 
-    The base is a start adapter, the network without its adapter, or the copy of all weights, as `make_trainable` and
-    `start_from_adapter` prepared it. The trained weights are back at the end, also after an exception.
+    With LoRA the base is the network with the adapter that training started from (`start_from_adapter`), or else without
+    any adapter; with full fine-tuning it is the copy that `make_trainable` made. The trained weights are back at the end,
+    also after an exception.
     """
 
     def switch(to_trained: bool) -> None:
-        """Switch to the trained weights or to the base."""
+        """Switch from the base to the trained weights, or from the trained weights to the base."""
         if policy.start_params is not None:
             swap_weights(adapter_parameters(policy), policy.start_params)
         elif policy.lora and to_trained:
@@ -271,10 +272,10 @@ def base_weights(policy: Policy) -> Iterator[None]:  # trainable or not
 
 # %% ../../nbs/03_models/04_trainable.ipynb #479a9bae
 def save_trained_weights(
-    policy: Policy,  # trainable, its trained weights not sharded
+    policy: Policy,  # of `make_trainable`; its trained weights must not be sharded
     folder: Path,  # created if it does not exist
 ) -> None:
-    """Write the trained weights as diffusers does: an adapter for `load_lora_weights`, or a whole transformer."""
+    """Write the trained weights as diffusers does: an adapter for `load_lora_weights`, or a transformer's folder."""
     if policy.lora:
         layers = {k: v.cpu() for k, v in get_peft_model_state_dict(policy.transformer).items()}
         config = policy.transformer.peft_config["default"].to_dict()
@@ -334,14 +335,14 @@ def load_trained_weights(
 
 # %% ../../nbs/03_models/04_trainable.ipynb #2058e94a
 def try_attention_backend(
-    name: str,  # one of diffusers' AttentionBackendName
+    name: str,  # value of diffusers' AttentionBackendName, such as _native_flash
     device: torch.device,  # where the attention computes
     dtype: torch.dtype,  # of the forward pass
     *,
     stored: torch.dtype | None = None,  # of the weights; None: as `dtype`
     masked: bool = False,  # True if prompts come with an attention mask
-) -> str:  # empty if it works
-    """Try an attention backend on small tensors, forward and backward, and return the reason if it fails.
+) -> str:
+    """Try an attention backend on small tensors, forward and backward, and return why it fails, or "" if it works.
 
     Queries and keys keep the number format of the weights, as they do after a norm in a network that
     runs under autocast. Torch's kernels cast them; those of other packages do not.
@@ -364,7 +365,7 @@ def try_attention_backend(
 
 
 def check_attention_backend(
-    name: str,  # one of diffusers' AttentionBackendName
+    name: str,  # value of diffusers' AttentionBackendName, such as _native_flash
     network: nn.Module,  # the transformer; it may be on the meta device
     device: torch.device,  # where it computes
     dtype: torch.dtype,  # of the forward pass
@@ -400,7 +401,7 @@ def check_attention_backend(
 
 def set_attention_backend(
     policy: Policy,  # changed in place
-    name: str,  # native: torch's choice except cuDNN's; or another of AttentionBackendName
+    name: str,  # native: torch chooses any kernel but cuDNN's; or another value of AttentionBackendName
 ) -> None:
     """Set the attention backend of the transformer.
 
@@ -436,7 +437,7 @@ def _check_compiler(device: torch.device) -> None:
 
 
 def compile_blocks(
-    policy: Policy,  # whose transformer no trainer has wrapped yet
+    policy: Policy,  # its transformer must not be wrapped by a trainer yet
 ) -> None:
     """Make torch compile the transformer's blocks at their first forward pass.
 
@@ -456,8 +457,11 @@ def compile_blocks(
 def read_network(
     folder: Path,  # a model's, as `locate_model` returns it
     family: str = "",  # as for `check_pipeline_folder`
-) -> tuple[str, nn.Module]:
-    """Return the name of a model's pipeline class, and its transformer on the meta device, without weights."""
+) -> tuple[str, nn.Module]:  # such as "FluxPipeline"; the transformer
+    """Return the name of a model's pipeline class, and its transformer on the meta device, without weights.
+
+    Raises InputError if the folder is incomplete, or its configuration does not describe a transformer.
+    """
     policy_class = find_family(check_pipeline_folder(folder, family))
     file = "transformer/config.json"
     network = build_meta_network(
@@ -471,9 +475,9 @@ def read_network(
 def load_trainable_policy(
     model: str,  # "pocket", a folder or a hub id
     *,
-    lora_rank: int = 0,  # 0: all weights
-    lora_targets: tuple[str, ...] = (),  # empty: those of the family
-    lora_alpha: int = 0,  # 0: the rank
+    lora_rank: int = 0,  # rank of the adapter; 0: all weights are trained
+    lora_targets: tuple[str, ...] = (),  # as for `find_lora_layers`; empty: the family's
+    lora_alpha: int = 0,  # the adapter is scaled by lora_alpha / lora_rank; 0: by 1
     gradient_checkpointing: bool = False,  # recompute activations in the backward pass
     seed: int = 0,  # of the adapter's initial values
     dtype: str = "float32",  # of the forward passes
@@ -481,8 +485,8 @@ def load_trainable_policy(
     sharding_offload: bool = False,  # keep the sharded base of an adapter in host memory
     sharding_group: int = 0,  # processes that together hold one copy of the weights; 0: all
     compile: bool = False,  # compile the transformer's blocks
-    attention: str = "native",  # attention backend, a name of diffusers
-    sampling_only: bool = False,  # for sampling only: half the memory if the forward pass is in bfloat16
+    attention: str = "native",  # attention backend, as for `set_attention_backend`
+    sampling_only: bool = False,  # the policy is never trained: half the memory if `dtype` is bfloat16
     family: str = "",  # a class of your own, as file.py:Class; empty: the model's pipeline decides
     **load_options: Any,  # further arguments of `policy.load_policy`
 ) -> Policy:  # with `.trained`, the list of weights to optimise
@@ -563,8 +567,11 @@ def load_trainable_policy(
     return policy
 
 # %% ../../nbs/03_models/04_trainable.ipynb #13d878c7
-def full_tensor(tensor: Tensor) -> Tensor:  # tensor: a shard, or whole already
-    """Gather the shards of a tensor and return it whole; every process must call this."""
+def full_tensor(tensor: Tensor) -> Tensor:  # tensor: a DTensor or any other
+    """Gather the shards of a tensor and return it whole, or return it as it is if it is not sharded.
+
+    If the tensor is sharded, every process must call this.
+    """
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
@@ -574,10 +581,10 @@ def shard_model(
     dtype: torch.dtype,  # of the forward passes
     group: int = 0,  # processes that together hold one copy of the weights; 0: all
     offload: bool = False,  # keep the shards in host memory; for the base of an adapter
-) -> list[nn.Parameter]:  # the shards
+) -> list[nn.Parameter]:  # the sharded ones, in the order of the network
     """Keep only this process's shard of every weight, in float32, and make all weights trainable.
 
-    If the network has an adapter, the adapter stays whole, and the base stays frozen and in its
+    If the network has an adapter, only its base is sharded: the adapter stays whole, and the base stays frozen and in its
     number format. Blocks are sharded one after the other, so that no device holds the whole network.
     """
     adapter = {p for name, p in net.named_parameters() if ".lora_" in name}
