@@ -362,7 +362,10 @@ class Workload:
         return sample_chunks(paths, self.chunks, self.settings.chunk_fraction)
 
     def update(self, paths: Trajectories) -> int:
-        """Compute the gradient of an update, without an optimizer step; return the number of trained transitions."""
+        """Compute the gradient of an update on the trajectories of `rollout`, and return the number of trained transitions.
+
+        The gradient is accumulated in the weights; there is no optimizer step.
+        """
         self.policy.transformer.zero_grad()
         images = torch.arange(len(self.keys))
         update_batch = build_update_batch(

@@ -120,8 +120,8 @@ def _load_clip(
     model_id: str,  # a hub id with such weights, for the error message
     processor_id: str,  # a hub id with such a processor, for the error message
     scale: float | None,  # factor of the cosine; None: exp of the model's `logit_scale`
-    device: str,  # see `resolve_device`
-    dtype: str,  # see `resolve_device`
+    device: str,  # auto, cpu, cuda or cuda:0 ...
+    dtype: str,  # auto (float32), float32, bfloat16 or float16
     batch_size: int,  # images per forward pass
 ) -> _CLIPScorer:
     """Load a CLIP with its tokenizer and image transform, as a scorer.

@@ -115,8 +115,8 @@ def resize_like_pillow(
 # %% ../../nbs/04_rewards/01_images.ipynb #71dee022
 def normalize_images(
     x: Tensor,  # (B, 3, H, W) in [0, 1]
-    mean: Sequence[float] = OPENAI_CLIP_MEAN,  # per channel
-    std: Sequence[float] = OPENAI_CLIP_STD,  # per channel
+    mean: Sequence[float] = OPENAI_CLIP_MEAN,  # mean of each channel
+    std: Sequence[float] = OPENAI_CLIP_STD,  # standard deviation of each channel
 ) -> Tensor:  # (B, 3, H, W)
     """Normalise images: subtract `mean` from each channel and divide by `std`."""
     return (x - x.new_tensor(mean)[:, None, None]) / x.new_tensor(std)[:, None, None]
@@ -128,8 +128,8 @@ class ImageTransform:
 
     shortest_edge: int = 224  # the shorter side after the resize, pixels
     crop_size: int = 224  # side of the middle square, pixels
-    mean: tuple[float, float, float] = OPENAI_CLIP_MEAN  # per channel
-    std: tuple[float, float, float] = OPENAI_CLIP_STD  # per channel
+    mean: tuple[float, float, float] = OPENAI_CLIP_MEAN  # mean of each channel
+    std: tuple[float, float, float] = OPENAI_CLIP_STD  # standard deviation of each channel
     # If the offset of the middle square is not whole: round it to the nearest even number (torchvision) instead of down
     # (transformers).
     round_offset_to_even: bool = False
