@@ -32,8 +32,8 @@ def _sample_with_predictions(
     conditioning: dict[str, Tensor],  # encoded prompts, one row per image
     keys: Sequence[ImageKey],  # one per image; a key determines all noise of its image
     sampler: Sampler,  # with T steps
-) -> tuple[Tensor, Tensor]:  # latents and predicted images, each (B, T + 1, S, C)
-    """Sample trajectories as in a rollout, predict the final image from each latent, and return both."""
+) -> tuple[Tensor, Tensor]:  # latents x_t and predicted final latents, each (B, T + 1, S, C)
+    """Sample trajectories as in a rollout, predict the final image from each latent, and return both as latents."""
     path = sample_trajectories(
         policy=policy,
         conditioning=conditioning,
@@ -64,7 +64,7 @@ def _decode_path(
     latents: Tensor,  # (T + 1, S, C), one trajectory
     side: int,  # largest width of the images, pixels
 ) -> np.ndarray:  # (T + 1, H, W, 3) uint8
-    """Decode every latent of a trajectory, and shrink images wider than `side` to that width."""
+    """Decode every latent of a trajectory to an image, and shrink images wider than `side` to that width."""
     images = decode_latents(policy, latents)
     height, width = images.shape[-2:]
     if width > side:
@@ -77,12 +77,15 @@ def render_frames(
     prompts: Sequence[str],  # P prompts, one trajectory each
     steps: int = 17,  # T, number of transitions
     shift: float = 3.0,  # timestep shift of the noise schedule
-    sampler: str = "flow",  # one of SAMPLER_KINDS; ode adds no noise
+    sampler: str = "flow",  # flow, dance, cps or ode; ode adds no noise
     eta: float = 0.7,  # noise strength of the sampler
     seed: int = 0,  # of the noise
     side: int = 192,  # largest width of the images, pixels; wider ones are shrunk to it
 ) -> TrajectoryFrames:
-    """Sample one trajectory per prompt with base and with trained weights, from the same noise, and decode both."""
+    """Sample one trajectory per prompt with base and with trained weights, from the same noise, and decode all latents.
+
+    For every latent, also decodes the final image that is predicted from it.
+    """
     grid = sigmas(steps, shift)
     # No training run has an iteration -1, so this noise was never used in training.
     keys = [ImageKey(seed, -1, p, 0) for p in range(len(prompts))]
@@ -115,14 +118,15 @@ def measure_distances(
     seed: int,  # of the noise
     sampler: Sampler,  # with T steps
     batch_size: int = 16,  # images per forward pass
-    # image size for each of the P prompts, pixels; None: the policy's size
+    # side length or (height, width) for each of the P prompts, pixels; None: the policy's size
     sizes: Sequence[int | tuple[int, int]] | None = None,
 ) -> dict[str, Tensor]:  # keyed by l1, l2 and cosine; each (P, G, T), float64 on the CPU
     """Sample G trajectories for each of P prompts, and measure how far the latents move in each of the T transitions.
 
-    Returns the relative distance (15) of every transition, measured in three ways: in the L1 norm, in the L2 norm, and as
-    the cosine distance. The noise of an image depends only on `seed`, its prompt's position in the list and its number in
-    the group. Raises InputError if there is no prompt or no image, or if `sizes` does not have one size per prompt.
+    `l1` and `l2` are the norm of the latents' change, divided by their norm before it, equation (15); `cosine` is 1 minus
+    the cosine between the latents before and after. The noise of an image depends only on `seed`, its prompt's position in
+    the list and its number in the group. Raises InputError if there is no prompt or no image, or if `sizes` does not have
+    one size per prompt.
     """
     if sizes is not None and len(sizes) != len(prompt_indices):
         raise InputError(
@@ -169,7 +173,7 @@ def measure_distances(
 def _measure_distances_by_size(
     policy: Policy,
     prompt_indices: Sequence[int],  # positions in the list of the P prompts that are sampled
-    sizes: Sequence[int | tuple[int, int]],  # image size for each of the P prompts, pixels
+    sizes: Sequence[int | tuple[int, int]],  # side length or (height, width) per prompt, pixels
     **arguments: Any,  # the other arguments of `measure_distances`
 ) -> dict[str, Tensor]:  # as `measure_distances` returns them
     """Call `measure_distances` once per image size, and return the distances in the order of `prompt_indices`.
@@ -200,11 +204,12 @@ def _measure_distances_by_size(
 def variance_shares(
     distance: Tensor,  # (P, G, n): P prompts, G images per prompt, n transitions
 ) -> dict[str, float]:  # keyed by step, prompt, seed and prompt_only
-    """Compute the shares of a profile's variation that are due to step, prompt and seed, equations (a) and (b).
+    """Compute the shares of the variation of distances that are due to the step, the prompt and the seed.
 
-    The shares `step`, `prompt` and `seed` add up to 1. `prompt_only` is the prompts' share minus the share that chance
-    alone gives them, equation (b); it is nan if G is 1. Raises InputError if `distance` has another shape, or if all
-    distances are equal.
+    By equation (a) in notebook measurements/profiles, `step` is the share of the differences between transitions, `prompt`
+    that of the differences between the prompts' means at a transition, and `seed` that of the differences between the
+    images of a prompt; the three add up to 1. `prompt_only` is `prompt` minus the share that chance alone gives it,
+    equation (b); it is nan if G is 1. Raises InputError if `distance` has another shape, or if all distances are equal.
     """
     if distance.ndim != 3 or not distance.numel():
         raise InputError(
@@ -234,14 +239,13 @@ def variance_shares(
 
 # %% ../../nbs/11_measurements/00_profiles.ipynb #5d396975
 def profile_departure(
-    base: Tensor,  # (P, G, n), distances of the base model
-    trained: Tensor,  # (P, G, n), distances of the trained model for the same keys
+    base: Tensor,  # distances of the base model (P, G, n): P prompts, G images, n transitions
+    trained: Tensor,  # (P, G, n), distances of the trained model for the same prompts and noise
 ) -> tuple[Tensor, Tensor]:  # mean log-ratio (n,), and its standard error (n,), nan if P is 1
-    """Compute the mean log-ratio of the trained model's distances to the base's at each transition, equation (c).
+    """Compute the mean of log(trained / base) at each transition, over images and then over prompts.
 
-    The result is 0 at transitions whose distance training did not change.
-
-    Raises InputError if the shapes differ or are not three-dimensional.
+    This is equation (c) in notebook measurements/profiles. The mean is 0 at transitions whose distance training did not
+    change. The standard error is over prompts. Raises InputError if the shapes differ or are not three-dimensional.
     """
     if base.ndim != 3 or base.shape != trained.shape:
         raise InputError(

@@ -89,7 +89,7 @@ def _measure_peak_bytes(
 # %% ../../nbs/11_measurements/01_speed.ipynb #ea75c8fa
 @contextlib.contextmanager
 def eager_execution(policy: Policy) -> Iterator[None]:
-    """Turn off compilation, the padding for compiled blocks, and gradient checkpointing in this context."""
+    """Turn off a policy's compilation, its padding for compiled blocks, and its gradient checkpointing in a `with` block."""
     net = policy.transformer
     checkpointing = net.is_gradient_checkpointing
     net.disable_gradient_checkpointing()
@@ -105,7 +105,7 @@ def _count_flops(
     policy: Policy,
     conditioning: dict[str, Tensor],  # encoded prompts; only the first row is used
 ) -> dict[str, int]:  # keyed by forward, backward and decode
-    """Count the floating-point operations of one transition's passes and of decoding one image, from shapes alone."""
+    """Count the floating-point operations of one image's forward pass, backward pass and decoding, from shapes alone."""
     forward, backward, decode = (FlopCounterMode(display=False) for _ in range(3))
     with (
         eager_execution(policy),
@@ -134,14 +134,14 @@ _FLUX_VAE_CONFIG = json.loads(_FLUX.autoencoder)
 
 
 class RandomFluxPolicy(FluxPolicy):
-    """A FLUX policy with random weights, created directly on the device, and random embeddings."""
+    """A FLUX policy with random weights, created directly on the device, and random prompt embeddings."""
 
     def __init__(
         self,
-        settings: Settings,
+        settings: Settings,  # gives resolution, max_tokens, guidance, dtype, device and lora_rank
         *configs: dict,  # configurations of the transformer and the VAE; none: those of FLUX.1-dev
     ) -> None:
-        """Create the networks of the configurations, in the sizes and precision of the settings."""
+        """Create a transformer and a VAE with random weights on the device of the settings."""
         self.configs = configs or (_FLUX_TRANSFORMER_CONFIG, _FLUX_VAE_CONFIG)
         dtype = TORCH_DTYPES[settings.dtype]
         device = machine.choose_device(settings.device)
@@ -161,8 +161,8 @@ class RandomFluxPolicy(FluxPolicy):
         self,
         weights: torch.dtype,  # dtype of the transformer's weights
         keep_on_cpu: bool,  # ignored, because the networks are created on the device
-    ) -> tuple[nn.Module, ...]:
-        """Create and return a transformer and a VAE with random weights."""
+    ) -> tuple[nn.Module, ...]:  # transformer and VAE
+        """Create a transformer and a VAE with random weights, and return them; both are frozen."""
         networks = []
         default_dtype = torch.get_default_dtype()
         with torch.random.fork_rng(), self.device:
@@ -179,7 +179,10 @@ class RandomFluxPolicy(FluxPolicy):
         return tuple(networks)
 
     def encode(self, prompts: list[str]) -> dict[str, Tensor]:
-        """Return random embeddings, one row per prompt; equal prompts have equal rows."""
+        """Return random embeddings, one row per prompt, that depend only on the text of the prompt.
+
+        The keys are prompt_embeds (P, max_tokens, width) and pooled_prompt_embeds (P, pooled width).
+        """
         config = self.transformer.config
         sizes = {
             "prompt_embeds": (self.max_tokens, config.joint_attention_dim),
@@ -224,9 +227,9 @@ _WORKLOADS = {
 
 def load_workload_settings(
     model: str,  # pocket, flux-size, a settings file or a preset
-    changes: Sequence[str] | dict = (),  # settings to change, such as "steps=5"
+    changes: Sequence[str] | dict = (),  # settings to change, such as ["steps=5"] or {"steps": 5}
 ) -> Settings:
-    """Return the settings with which a model is measured.
+    """Load the settings with which the speed of a model is measured, change them, and return them.
 
     Raises InputError if the name is unknown, the chunks are not fixed, `resolution` has several sizes, weights are
     sharded, or a reward is set for flux-size, which has none.
@@ -267,9 +270,12 @@ def load_workload_settings(
 
 def load_workload_policy(
     settings: Settings,  # as returned by `load_workload_settings`
-    *configs: dict,  # for flux-size, see `RandomFluxPolicy`
+    *configs: dict,  # for flux-size: configurations of transformer and VAE, see `RandomFluxPolicy`
 ) -> Policy:
-    """Load the policy that the settings name, or create one with random weights for flux-size, ready for training."""
+    """Load the policy that the settings name, or create one with random weights for flux-size, ready for training.
+
+    Raises InputError if the settings quantize flux-size.
+    """
     training_names = (
         "lora_rank",
         "lora_targets",
@@ -321,7 +327,7 @@ class Workload:
     prompt_index: Tensor  # (B,) long: index of each image's prompt
     sampler: Sampler  # for the rollout
     chunks: Chunks  # for the update
-    advantage: Tensor  # (B,), random
+    advantage: Tensor  # (B,) of the images; random numbers
     scorers: dict[str, Callable]  # rewards, keyed by name; empty: no reward is measured
     records: list[dict]  # one per prompt, for rewards that take them
 
@@ -339,7 +345,7 @@ class Workload:
         )
 
     def score(self, images: Tensor) -> None:
-        """Score the images (B, 3, H, W) with every reward, one reward after another."""
+        """Score the images (B, 3, H, W) with every reward, one reward after another; the scores are not kept."""
         groups = self.prompt_index.tolist()
         for name, reward in self.scorers.items():
             rewards.score_images(
@@ -351,12 +357,15 @@ class Workload:
                 groups=groups,
             )
 
-    def sample_chunks(self, paths: Trajectories) -> Tensor:  # (B, k), chunk numbers
-        """Sample the chunks that are trained, k per image."""
+    def sample_chunks(self, paths: Trajectories) -> Tensor:  # (B, k) long, chunk numbers
+        """Sample the chunks that the update trains, k per image."""
         return sample_chunks(paths, self.chunks, self.settings.chunk_fraction)
 
     def update(self, paths: Trajectories) -> int:
-        """Compute the gradient of an update, without an optimizer step; return the number of trained transitions."""
+        """Compute the gradient of an update on the trajectories of `rollout`, and return the number of trained transitions.
+
+        The gradient is accumulated in the weights; there is no optimizer step.
+        """
         self.policy.transformer.zero_grad()
         images = torch.arange(len(self.keys))
         update_batch = build_update_batch(
@@ -381,7 +390,7 @@ class Workload:
 
 def prepare_workload(
     settings: Settings,  # as returned by `load_workload_settings`
-    *configs: dict,  # for flux-size, see `RandomFluxPolicy`
+    *configs: dict,  # for flux-size: configurations of transformer and VAE, see `RandomFluxPolicy`
 ) -> Workload:
     """Load or create the policy, load the rewards, and prepare the inputs of one iteration."""
     policy = load_workload_policy(settings, *configs)
@@ -424,13 +433,17 @@ def measure_iteration(
     settings: Settings,  # as returned by `load_workload_settings`
     repeats: int = 3,  # number of measured iterations, after one to warm up
     log: Callable[[str], None] = lambda text: None,  # receives lines of progress
-    # called in each repeat with the workload, its trajectories, and `timed`, which measures further calls
+    # called in each repeat with the workload, its trajectories, and a function `timed(name, call, *arguments)` that
+    # measures a further call
     on_repeat: Callable | None = None,
-    configs: Sequence[dict] = (),  # for flux-size, see `RandomFluxPolicy`
+    configs: Sequence[dict] = (),  # for flux-size: of transformer and VAE, see `RandomFluxPolicy`
 ) -> dict:  # can be written as JSON
-    """Measure the seconds (medians), operations and peak memory of each phase of an iteration.
+    """Measure the seconds, operations and peak memory of each phase of an iteration.
 
-    Returns the measurements of each phase under `phases`, and the conditions of the measurement under further keys.
+    `phases` in the result has the keys rollout, decode, reward (if there is one), update, and names given by `on_repeat`.
+    Each has `seconds` (the median), `all_seconds`, `images_per_second`, `flop`, `peak_bytes` and `share`, the part of the
+    device's matrix rate that it reaches; what was not counted is None. The other keys of the result describe the
+    measurement, such as `settings`, `device`, `matrix_rate` (operations per second), `images` and `transitions`.
     """
     log("creating the policy")
     workload = prepare_workload(settings, *configs)
@@ -515,7 +528,10 @@ def measure_iteration(
 def speed_table(
     result: dict,  # as returned by `measure_iteration`
 ) -> pd.DataFrame:  # one row per phase, and one for rollout and update together
-    """Format the measurements of all phases as a table of strings."""
+    """Format the measurements of all phases as a table of strings.
+
+    The columns are seconds, images/s, TFLOP or GFLOP, share of rate, and peak; a value that was not measured is empty.
+    """
     unit, size = ("TFLOP", 1e12) if result["matrix_rate"] > 1e12 else ("GFLOP", 1e9)
     rollout, update = result["phases"]["rollout"], result["phases"]["update"]
     seconds = rollout["seconds"] + update["seconds"]

@@ -37,7 +37,7 @@ def encode_images(
 ) -> np.ndarray | list[np.ndarray]:  # (B, 3, H, W) from a tensor, one (H, W, 3) per PIL image
     """Convert images to the arrays that `pack_request` takes.
 
-    Raises InputError for a tensor that is not a batch of images.
+    Raises InputError if a tensor has another shape or type, or floats outside [0, 1].
     """
     if not isinstance(images, Tensor):
         return [np.asarray(image.convert("RGB")) for image in images]
@@ -60,7 +60,7 @@ def call_with_retries(
     server_label: str,  # names the server in the error message: "the server http://..."
     retries: int,  # number of tries after the first
     pause: float,  # pause before the first retry, s; doubles at each retry, up to 60 s
-) -> Any:
+) -> Any:  # the result of `send`
     """Call `send` until it succeeds, with exponential backoff, and return its result.
 
     Raises RewardUnavailable if the last try fails with a TransientError. Other errors are raised at once.
@@ -94,7 +94,8 @@ def send_request(
 ) -> dict:
     """Send one HTTP request to a reward server and return its JSON answer.
 
-    Raises TransientError if a retry may help, and InputError if it would not.
+    Raises TransientError, because a retry may help, if there is no connection, no answer in time, or a status of 500 or
+    above. Raises InputError for any other status than 200, and if the answer is not a JSON object or is above 4 MB.
     """
     headers = {"Accept-Encoding": "identity", "Content-Type": "application/octet-stream"}
     if token:
@@ -160,7 +161,7 @@ def _parse_response(
 
 
 def request_scores(
-    send: Callable[[str, bytes], dict],  # path and body -> answer
+    send: Callable[[str, bytes], dict],  # sends a body to a path such as /score; returns the answer
     server_label: str,  # names the server in error messages: "the server http://..."
     images: Images,  # B images
     prompts: Sequence[str],  # one per image
@@ -202,11 +203,11 @@ def request_scores(
 
 # %% ../../nbs/05_reward_serving/01_client.ipynb #467b5b50
 def request_prompt_check(
-    send: Callable[[str, bytes], dict],  # path and body -> answer
+    send: Callable[[str, bytes], dict],  # sends a body to a path such as /check; returns the answer
     prompts: Sequence[str],  # the prompts to check; each request contains up to 1,000
     records: Sequence[Mapping] | None = None,  # one per prompt, if the reward takes records
-) -> tuple[int, str] | None:  # index of the prompt, and the reason
-    """Ask the server to check prompts; return a prompt that its reward rejects, or None if it accepts all.
+) -> tuple[int, str] | None:  # index of the prompt, counted from 0, and the reason
+    """Ask a server to check prompts; return the index of one that its reward rejects and the reason, or None.
 
     Raises InputError if a record cannot be sent as JSON.
     """
@@ -239,7 +240,7 @@ class RequestOptions(BaseModel):
 
     @classmethod
     def from_options(cls, **options: Any) -> Self:
-        """Create an object from its fields; raise InputError if a field is unknown or has an invalid value."""
+        """Create the options from keyword arguments; raise InputError if one is unknown or has an invalid value."""
         try:
             return cls(**options)
         except ValidationError as error:
@@ -256,7 +257,7 @@ class RemoteReward(RequestOptions):
 
     @property
     def extra_inputs(self) -> tuple[str, ...]:
-        """Return the inputs that the reward takes in addition to images and prompts: `records`, `groups`, or none."""
+        """Return the inputs that the reward takes in addition to images and prompts: `records`, `groups`, both or none."""
         return tuple(self.server_info.get("inputs", ()))
 
     def __call__(
@@ -265,7 +266,11 @@ class RemoteReward(RequestOptions):
         prompts: Sequence[str],  # one per image
         **inputs: Sequence,  # those in `extra_inputs`, one value per image
     ) -> Tensor:  # (B,)
-        """Score the images on the server, and return the scores."""
+        """Score the images on the server, and return the scores.
+
+        Raises InputError if the server rejects the request or its scores are not finite, and RewardUnavailable if every
+        try fails.
+        """
         return request_scores(
             send=self.send,
             server_label=f"the server {self.url}",
@@ -279,8 +284,8 @@ class RemoteReward(RequestOptions):
         self,
         prompts: Sequence[str],  # the prompts to check
         records: Sequence[Mapping] | None = None,  # one per prompt, if the reward takes records
-    ) -> tuple[int, str] | None:  # index of the prompt, and the reason
-        """Ask the server to check prompts; return a prompt that its reward rejects, or None if it accepts all.
+    ) -> tuple[int, str] | None:  # index of the prompt, counted from 0, and the reason
+        """Ask the server to check prompts; return the index of one that its reward rejects and the reason, or None.
 
         Also returns None if the server is too old to check prompts.
         """
@@ -317,7 +322,7 @@ class RemoteReward(RequestOptions):
 
 def load_remote_reward(
     url: str,  # http://host:port or https://host
-    **options: Any,  # fields of `RemoteReward`
+    **options: Any,  # fields of `RemoteReward` and `RequestOptions`, such as timeout=60.0
 ) -> RemoteReward:
     """Connect to a reward server and return its reward.
 

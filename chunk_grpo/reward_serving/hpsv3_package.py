@@ -15,7 +15,7 @@ from PIL import Image
 
 # %% ../../nbs/05_reward_serving/03_hpsv3_package.ipynb #667be350
 def declare_torchvision_ops() -> torch.library.Library | None:
-    """Declare the operators that torchvision's wheel expects, if torch was built without CUDA.
+    """Declare the operators nms and qnms, without which torchvision cannot be imported, if torch was built without CUDA.
 
     Returns a library object, or None if nothing had to be declared. Keep the object: the operators exist as long as it
     does.
@@ -60,7 +60,7 @@ class HPSv3PackageReward:
         images: torch.Tensor | Sequence[Image.Image],  # (B, 3, H, W) in [0, 1], or PIL images
         prompts: Sequence[str],  # one per image
     ) -> torch.Tensor:  # (B,), float32, on the CPU
-        """Return the score mu of each image; raise ValueError if a prompt contains `<|`."""
+        """Return the score mu of each image for its prompt; raise ValueError if a prompt contains `<|`."""
         for prompt in prompts:
             self.check_prompt(prompt)
         if isinstance(images, torch.Tensor):

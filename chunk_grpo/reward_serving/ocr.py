@@ -20,7 +20,8 @@ def target_text(
 ) -> str:
     """Return the text that an image must show: the record's `target`, or else the first quoted text in the prompt.
 
-    Raises ValueError if there is neither, or if `target` is not a text with visible characters.
+    Quotes are double quotes, straight or curly. Raises ValueError if there is neither, or if `target` is not a string, is
+    empty, or contains only white space.
     """
     quoted = re.search(r'["\u201c]([^"\u201d]+)["\u201d]', str(record.get("prompt", prompt)))
     text = record.get("target", quoted[1] if quoted else "")
@@ -42,7 +43,11 @@ def text_score(
     text: str,  # text that was read in the image
     distance: Callable[[str, str], int],  # edit distance of two texts
 ) -> float:  # 0 to 1; 1 if the target was read
-    """Score how well the text in an image agrees with the target text."""
+    """Score how well the text in an image agrees with the target text; case and white space are ignored.
+
+    The score is 1 if the target is a substring of the text, and otherwise 1 - min(distance, n) / n, where n is the length
+    of the target.
+    """
     target, text = normalize_text(target), normalize_text(text)
     if target in text:
         return 1.0
@@ -57,7 +62,7 @@ class OCRReward:
         read: Callable[[Image.Image], str],  # image -> text in the image
         distance: Callable[[str, str], int],  # edit distance of two texts
     ) -> None:
-        """Store the function that reads an image and the one that computes the edit distance."""
+        """Store the function that reads the text in an image, and the one that computes the edit distance."""
         self.read = read
         self.distance = distance
 
@@ -71,7 +76,10 @@ class OCRReward:
         prompts: Sequence[str],  # one per image
         records: Sequence[Mapping],  # the record of each image's prompt
     ) -> list[float]:  # one score from 0 to 1 per image
-        """Score the text in each image, and return the scores."""
+        """Read the text in each image, and score it against the target text of its record, see `text_score`.
+
+        Raises ValueError if a record has no target text and its prompt quotes none.
+        """
         if hasattr(images, "detach"):
             pixels = np.rint(images.detach().cpu().float().numpy().clip(0, 1) * 255)
             images = [Image.fromarray(x) for x in pixels.astype(np.uint8).transpose(0, 2, 3, 1)]
@@ -83,9 +91,8 @@ class OCRReward:
 
 def load_ocr() -> OCRReward:  # (images, prompts, records) -> scores
     """Load the reward with RapidOCR and its models; this works only in the environment `ocr`."""
-    from rapidfuzz.distance import (
-        Levenshtein,
-    )  # installed only in the environment `ocr`, as is rapidocr
+    # Both packages are installed only in the environment `ocr`.
+    from rapidfuzz.distance import Levenshtein
     from rapidocr import RapidOCR
 
     engine = RapidOCR()

@@ -45,7 +45,7 @@ HPSV3_PACKAGE_OPTIONS = ("checkpoint", "config", "device", "dtype", "batch")
 
 # %% ../../nbs/05_reward_serving/02_placement.ipynb #8b5f108a
 class _OutputCopier(threading.Thread):
-    """A thread that copies a child's output to stderr of this process, and keeps the last 20 lines."""
+    """A thread that copies the output of a child process to stderr of this process, and keeps the last 20 lines."""
 
     def __init__(
         self,
@@ -160,7 +160,7 @@ class WorkerOptions(client.RequestOptions):
 
 
 class LocalServer:
-    """A reward in a child process; called like any other reward, by one thread at a time."""
+    """A reward in a child process; called like any other reward. Calls from several threads are made one by one."""
 
     def __init__(
         self,
@@ -192,7 +192,10 @@ class LocalServer:
 
     @property
     def extra_inputs(self) -> tuple[str, ...]:
-        """Return the inputs that the reward takes in addition to images and prompts: `records`, `groups`, or none."""
+        """Return the inputs that the reward takes in addition to images and prompts: `records`, `groups`, both or none.
+
+        The result is empty until `start` has been called.
+        """
         return tuple(self.server_info.get("inputs", ()))
 
     def __call__(
@@ -218,14 +221,14 @@ class LocalServer:
         self,
         prompts: Sequence[str],  # the prompts to check
         records: Sequence[Mapping] | None = None,  # one per prompt, if the reward takes records
-    ) -> tuple[int, str] | None:  # index of the prompt, and the reason
-        """Ask the child to check prompts; return a prompt that its reward rejects, or None if it accepts all."""
+    ) -> tuple[int, str] | None:  # index of the prompt, counted from 0, and the reason
+        """Ask the child to check prompts; return the index of one that its reward rejects and the reason, or None."""
         return client.request_prompt_check(self._send_with_retries, prompts, records)
 
     def start(self) -> "LocalServer":
         """Start the child unless it is running, and return this object.
 
-        Raises InputError if the child cannot load the reward.
+        Raises InputError if the child cannot load the reward, or ends or does not answer at its first start.
         """
         self.server_info = self._send_with_retries("/health", None)
         return self
@@ -293,9 +296,7 @@ class LocalServer:
                 and "no answer within" not in str(error)
             )
             reported = error
-            if (
-                is_lost
-            ):  # the way in which the process ended is more informative than the connection's error
+            if is_lost:  # how the process ended says more than the connection's error
                 reported = client.TransientError(_describe_exit(self.child))
             self.close()
             raise reported from None
@@ -306,11 +307,13 @@ SERVER_PACKAGES = ("fastapi", "uvicorn", "numpy", "safetensors", "pillow")
 
 
 def _read_requirements(
-    name: str,  # name of a list in `folder`, or path of a user's requirements file
+    name: str,  # name of a list in `folder` such as hpsv3, or path of a requirements file ending in .txt
     folder: Path,  # folder of the lists
     packages: Sequence[str] = (),  # the user's packages; if there are any, no list or file is read
-) -> tuple[list[str], list[str]]:  # packages installed with their dependencies, and without
-    """Return the packages of an environment, as arguments of pip.
+) -> tuple[list[str], list[str]]:  # packages to install with their dependencies, and without
+    """Return the packages of an environment as arguments of pip, such as easyocr==1.7.2.
+
+    The server's packages are added to those of a user.
 
     Raises InputError if there is no such list or file, or if the name or a package is invalid.
     """
@@ -355,19 +358,20 @@ def _read_requirements(
 
 
 def _is_requirements_file(name: str) -> bool:
-    """Return True if an environment's name is the path of a user's requirements file."""
+    """Return True if an environment's name is the path of a user's requirements file, which ends in .txt."""
     return name.endswith(".txt")
 
 
 def locate_environment(
-    name: str,  # name of the environment, or path of a user's requirements file
-    folder: Path = ENVIRONMENTS_DIR,  # folder of the lists
+    name: str,  # name such as hpsv3, or path of a requirements file ending in .txt
+    folder: Path = ENVIRONMENTS_DIR,  # folder of the package lists that ship with the package
     packages: Sequence[str] = (),  # the user's packages; if there are any, no list or file is read
 ) -> Path:
     """Return the folder of an environment, which need not exist yet.
 
-    The folder's name contains a hash of the packages and of Python's version. Raises InputError if there is no such
-    list or file, or if the name or a package is invalid.
+    It lies in the user's cache, such as ~/.cache/chunk-grpo/envs/hpsv3-0123456789ab. Its name ends with a hash of the
+    packages and of Python's version. Raises InputError if there is no such list or file, or if the name or a package is
+    invalid.
     """
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     key = json.dumps([*_read_requirements(name, folder, packages), sys.version_info[:2]])
@@ -378,8 +382,8 @@ def locate_environment(
 
 
 def environment_python(
-    environment: str,  # its name or folder, or path of a user's requirements file
-    folder: Path = ENVIRONMENTS_DIR,  # folder of the lists
+    environment: str,  # name such as hpsv3, path of a requirements file, or the environment's folder
+    folder: Path = ENVIRONMENTS_DIR,  # folder of the package lists that ship with the package
 ) -> Path:
     """Return the path of an environment's Python interpreter.
 
@@ -397,14 +401,15 @@ def environment_python(
 
 # %% ../../nbs/05_reward_serving/02_placement.ipynb #229dede5
 def create_environment(
-    name: str,  # name of the environment, or path of a user's requirements file
+    name: str,  # name such as hpsv3, or path of a requirements file ending in .txt
     log: Callable[[str], None] = print,  # receives progress messages
-    folder: Path = ENVIRONMENTS_DIR,  # folder of the lists
+    folder: Path = ENVIRONMENTS_DIR,  # folder of the package lists that ship with the package
     packages: Sequence[str] = (),  # the user's packages; if there are any, no list or file is read
 ) -> Path:
     """Create a reward's Python environment unless it exists, and return its folder.
 
-    Raises InputError with pip's last error if the environment cannot be created.
+    Raises InputError with the last error in pip's log if the environment cannot be created, and in the cases of
+    `locate_environment`.
     """
     path = locate_environment(name, folder, packages)
     requirements = _read_requirements(name, folder, packages)
@@ -465,15 +470,17 @@ def _run_setup_command(
 # %% ../../nbs/05_reward_serving/02_placement.ipynb #cfe1c40a
 @checked(name=nonempty_text(), url=str | None, environment=str | None, worker=bool | None)
 def load_placed_reward(
-    name: str,  # reward's name, see `rewards.load_reward`; or a path, see `server.load_by_path`
-    allow_working_folder: bool = True,  # True if it may be imported from the working folder
+    name: str,  # such as hpsv3, package.module:function, or file.py:function
+    allow_working_folder: bool = True,  # True: the module of the reward may be in the working folder
     /,  # positional only, so that an option may be called `name`
-    **options: Any,  # options of the reward, and those that decide where it runs
+    # url, environment, worker or backend, which decide where the reward runs; the others are options of the reward, of
+    # `WorkerOptions` or of `RemoteReward`
+    **options: Any,
 ) -> Callable:  # (images, prompts) -> scores
-    """Load a reward in the process, environment or server that its options name, and return it as a function.
+    """Load a reward in this process, a child process, another environment or a server, as its options say, and return it.
 
-    Raises InputError if an option is wrong or would have no effect, or if the options name more than one place where the
-    reward runs.
+    Without options about the place, the reward runs in this process; ocr always runs in its own environment or on a
+    server. Raises InputError if an option is wrong or would have no effect, or if the options name more than one place.
     """
     # OCR needs packages that this environment lacks, so it cannot run in this process.
     if name == "ocr" and not (options.get("url") or options.get("environment")):

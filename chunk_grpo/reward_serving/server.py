@@ -63,7 +63,8 @@ class ScoringRequest(NamedTuple):
 def pack_request(
     images: np.ndarray | Sequence[np.ndarray],  # (B, 3, H, W) float32 or uint8, or (H, W, 3) uint8
     prompts: Sequence[str],  # one per image
-    inputs: Mapping[str, Sequence] | None = None,  # keyed by names in `EXTRA_INPUTS`, one per image
+    # keyed by `records` and `groups`; one value per image
+    inputs: Mapping[str, Sequence] | None = None,
 ) -> bytes:
     """Build the body of a scoring request, a safetensors file, from images, prompts and further inputs.
 
@@ -84,7 +85,7 @@ def _read_json_tensor(
 ) -> list:
     """Decode a list that a request contains as JSON in a tensor.
 
-    Raises ValueError if the tensor is too long or its content does not have the type.
+    Raises ValueError if the tensor is longer than 100 MB, or if its content does not have the type.
     """
     is_text = tensor.dtype == np.uint8 and tensor.size <= _MAX_JSON_BYTES
     return content_type.validate_json(tensor.tobytes() if is_text else b"")
@@ -94,7 +95,7 @@ def unpack_request(
     body: bytes,  # untrusted; made by `pack_request`
     max_images: int = 256,  # largest number of images allowed
 ) -> ScoringRequest:
-    """Read and check the body of a scoring request; the inverse of `pack_request`.
+    """Read and check the body of a scoring request, and return its content; the inverse of `pack_request`.
 
     Raises ValueError with a one-sentence message if the body is not a valid request.
     """
@@ -220,9 +221,10 @@ def format_error(error: Exception) -> str:
 
 
 def extra_inputs(reward: Callable) -> tuple[str, ...]:
-    """Return the names in `EXTRA_INPUTS` that a reward declares as parameters, in that order.
+    """Return which of the inputs `records` and `groups` a reward declares as parameters, in this order.
 
-    A reward that runs in another process lists them in its attribute `extra_inputs` instead.
+    A parameter that a user's option has already set is left out. If the reward has an attribute `extra_inputs`, as a
+    reward in another process has, the result is that attribute.
     """
     listed = getattr(reward, "extra_inputs", None)
     if listed is not None:
@@ -247,7 +249,7 @@ def check_reward(
     name: str,  # the reward's name, for the error message
     reward: Any,  # the object that a loader returned
 ) -> None:
-    """Raise ValueError unless a reward can be called with images, prompts and its `extra_inputs`."""
+    """Raise ValueError unless a reward can be called with images, prompts, and the inputs that `extra_inputs` returns."""
     if not callable(reward):
         raise ValueError(
             f"reward: {name} must be a function (images, prompts) -> scores; got an object of type "
@@ -271,11 +273,11 @@ def call_reward(
     prompts: list[str],  # one per image
     inputs: Mapping[str, list] | None = None,  # keyed by `records` and `groups`, if sent
 ) -> list[float]:  # one score per image
-    """Call a reward with images and prompts, check its scores, and return them.
+    """Call a reward with images, prompts and the inputs that it declares, check its scores, and return them.
 
-    The reward gets an array of images as a torch tensor, with bytes scaled to [0, 1], and a list as PIL images. If the
-    environment has no torch, it gets PIL images in both cases. Raises ValueError if the reward does not return one
-    finite number per image, or declares an input that was not sent.
+    If the images are one array, the reward gets them as a torch tensor, with bytes scaled to [0, 1]; if they are a list, or
+    if the environment has no torch, it gets PIL images. Raises ValueError if the reward does not return one finite number
+    per image, or declares an input that was not sent.
     """
     declared = extra_inputs(reward)
     if missing := [key for key in declared if key not in (inputs or {})]:
@@ -320,10 +322,11 @@ def find_rejected_prompt(
     reward: Callable,  # may have methods `check_prompt`, `category` or `check_record`, which raise
     prompts: list[str],  # the prompts to check
     records: list[dict] | None = None,  # one per prompt; None: {"prompt": text}
-) -> list | None:  # [index of the prompt, reason]
-    """Return the index of a prompt that the reward rejects and the reason, or None if it accepts all.
+) -> list | None:  # [index of the prompt, counted from 0, and the reason]
+    """Find a prompt that a reward rejects; return its index and the error as one line, or None if it accepts all.
 
-    The reward's methods are called one after another, each with all prompts; the result is the first rejection.
+    First `check_prompt` is called for every prompt, then `category` for every prompt, then `check_record` for every
+    record, as far as the reward has these methods. The search ends at the first error.
     """
     if records is None:
         records = [{"prompt": prompt} for prompt in prompts]
@@ -342,7 +345,7 @@ def find_rejected_prompt(
 class _PromptRecords:
     """Content of a request to /check if the reward declares `records`."""
 
-    prompts: list[str]
+    prompts: list[str]  # the prompts to check
     records: list[dict[str, Any]]  # one per prompt
 
 
@@ -353,7 +356,7 @@ _CHECK_REQUEST = TypeAdapter(list[str] | _PromptRecords)
 class ServerLimits:
     """Limits on the requests to a server.
 
-    The bodies of all requests that wait or are being scored may have at most four times `bytes` in total.
+    All requests that wait or are being scored may together have bodies of at most four times `bytes`.
     """
 
     images: int = 256  # largest number of images per request
@@ -362,7 +365,10 @@ class ServerLimits:
     body_seconds: float = 60.0  # time within which a body must arrive, s
 
     def __post_init__(self) -> None:
-        """Raise ValueError if a limit is too small or too large."""
+        """Raise ValueError if a limit is above 1e12 or below its minimum.
+
+        The minimum is 1 for `images` and `bytes`, 0 for `waiting`, and 0.001 for `body_seconds`.
+        """
         for name, minimum in {"images": 1, "bytes": 1, "waiting": 0, "body_seconds": 1e-3}.items():
             value = getattr(self, name)
             if not minimum <= value <= 1e12:
@@ -370,7 +376,10 @@ class ServerLimits:
 
 
 def scorer_versions() -> dict[str, str]:
-    """Return the versions of Python and of the installed libraries that affect scores, keyed by name."""
+    """Return the versions of Python and of the installed libraries that affect scores, such as {"torch": "2.8.0"}.
+
+    The libraries are torch, transformers, pillow, chunk_grpo and hpsv3; one that is not installed is left out.
+    """
     versions = {"python": platform.python_version()}
     for name in ("torch", "transformers", "pillow", "chunk_grpo", "hpsv3"):
         with contextlib.suppress(PackageNotFoundError):
@@ -386,8 +395,8 @@ def create_scoring_app(
 ) -> FastAPI:
     """Create the web application that scores images with a reward.
 
-    Its paths are /health, /score and /check; the table at the top of the page describes them. Raises ValueError if the
-    reward cannot be called with images and prompts.
+    Its paths are /health, /score and /check, which the table at the top of the notebook reward_serving/server describes.
+    Raises ValueError if the reward cannot be called with images and prompts.
     """
     request_bytes: list[int] = []  # size of each request that is waiting or being scored
     device = getattr(reward, "device", getattr(getattr(reward, "model", None), "device", "cpu"))
@@ -431,7 +440,7 @@ def create_scoring_app(
             request_bytes.remove(size)
 
     def score_body(body: bytes) -> dict:
-        """Score the images of a body; answer with status 400 for an invalid body, 422 if the reward fails."""
+        """Return {"scores": [...]} for the images of a body; answer 400 for an invalid body, 422 if the reward fails."""
         try:
             images, prompts, inputs = unpack_request(body, limits.images)
         except ValueError as error:
@@ -442,7 +451,7 @@ def create_scoring_app(
             raise HTTPException(422, format_error(error)) from None
 
     def check_body(body: bytes) -> dict:
-        """Find a prompt of a body that the reward rejects; answer with status 400 for an invalid body."""
+        """Return {"rejected": [index, reason]}, or null if the reward accepts all prompts; answer 400 for an invalid body."""
         try:
             content = _CHECK_REQUEST.validate_json(body)
         except ValidationError:
@@ -460,7 +469,11 @@ def create_scoring_app(
         return server_info | {"waiting": max(0, len(request_bytes) - 1)}
 
     async def receive(request: Request, answer: Callable[[bytes], dict]) -> dict | Response:
-        """Receive a body within the limits, and call `answer` with it in the scoring thread."""
+        """Receive a body within the limits, call `answer` with it in the scoring thread, and return the result.
+
+        Answers with status 411 if the header states no length, 413 if the length is too large, 503 if the queue is full, 408
+        if the body takes too long to arrive, and 499 if the client has disconnected.
+        """
         # A body that is too large is rejected by the length in the header, before it is read.
         size = request.headers.get("content-length", "")
         if not (size.isascii() and size.isdigit()):
@@ -483,12 +496,12 @@ def create_scoring_app(
 
     @app.post("/score", response_model=None)
     async def score(request: Request) -> dict | Response:
-        """Return the scores of a body's images."""
+        """Return {"scores": [...]}, with one number per image of the body."""
         return await receive(request, score_body)
 
     @app.post("/check", response_model=None)
     async def check_prompts(request: Request) -> dict | Response:
-        """Return the index of a prompt that the reward rejects and the reason, or None."""
+        """Return {"rejected": [index, reason]} for the first prompt that the reward rejects, or {"rejected": null}."""
         return await receive(request, check_body)
 
     return app
@@ -496,7 +509,7 @@ def create_scoring_app(
 # %% ../../nbs/05_reward_serving/00_server.ipynb #58419651
 def run_reward_server(
     name: str,  # the reward's name
-    load: Callable[[], Callable],  # loads the reward
+    load: Callable[[], Callable],  # loads the reward and returns it; called once
     host: str = "127.0.0.1",  # address to listen on
     port: int = 8000,  # port to listen on
     token: str | None = None,  # secret that clients must send; None: no token is needed
@@ -504,8 +517,8 @@ def run_reward_server(
 ) -> None:
     """Load a reward and serve it until the process is stopped.
 
-    Raises ValueError if the port is not a valid number, if the address is not free, or if other machines can reach it
-    and there is no token.
+    Raises ValueError if the port is not from 1 to 65535, if the address is not a free one of this machine, or if other
+    machines can reach it and there is no token.
     """
     if not 0 < port < 65536:
         raise ValueError(f"`port` must be 1 to 65535; got {port}")
@@ -541,8 +554,9 @@ def _exit_with_parent(parent_pid: int) -> None:
 def main() -> int:  # exit status
     """Load the reward that the parent process names, report the port to the parent, and serve the reward.
 
-    The arguments are a JSON list in `sys.argv[1]`; the path in it names a loader or the reward itself, see
-    `load_by_path`. The token is in the environment. The report is one line of JSON, with the key `port` or `failed`.
+    `sys.argv[1]` is a JSON list: the path and the options for `load_by_path`, the reward's name, the parent's process id, the
+    file descriptor for the report, and the number of the GPU or null. The token is in the environment variable
+    CHUNK_GRPO_REWARD_TOKEN. The report is one line of JSON, with the key `port` or `failed`.
     """
     # report_fd: the open file descriptor to which the report is written
     path, options, name, parent_pid, report_fd, gpu = json.loads(sys.argv[1])

@@ -43,11 +43,14 @@ class _CLIPScorer(ModelScorer):
 
     model: Any  # a CLIPModel; transformers' types lack its configuration and outputs
     transform: ImageTransform  # resize, crop and normalisation of the images
-    scale: float  # factor of the cosine; a in the formula
+    scale: float  # factor by which the cosine is multiplied
 
     @torch.inference_mode()
     def embed(self, images: Images) -> Tensor:  # (B, E) float32, on the CPU
-        """Compute the projected embeddings of any number of images, `batch_size` at a time."""
+        """Compute the embeddings of any number of images, `batch_size` at a time.
+
+        An embedding has the E numbers of CLIP's projection, and is not scaled to length 1.
+        """
         embeddings = []
         for start in range(0, len(images), self.batch_size):
             batch = images[start : start + self.batch_size]
@@ -55,7 +58,7 @@ class _CLIPScorer(ModelScorer):
         return torch.cat(embeddings)
 
     def _embed_batch(self, images: Images) -> Tensor:  # (b, E) float32
-        """Compute the projected embeddings of one batch of images."""
+        """Compute the embeddings of one batch of images, after CLIP's projection and not scaled to length 1."""
         x = transform_images(images, self.transform, self.device).to(self.dtype)
         return self.model.get_image_features(pixel_values=x).pooler_output.float()
 
@@ -64,7 +67,7 @@ class _CLIPScorer(ModelScorer):
         images: Images,  # one batch
         prompts: list[str],  # one per image
     ) -> Tensor:  # (b,)
-        """Score one batch.
+        """Compute the cosine between each image and its prompt, times `scale`.
 
         Prompts that are longer than the text model's context (77 tokens for CLIP) are truncated.
         """
@@ -112,13 +115,13 @@ def transform_from_config(
 
 
 def _load_clip(
-    weights: str,  # a folder or hub id
+    weights: str,  # a folder or hub id with config.json and model.safetensors
     processor: str,  # a folder or hub id with the tokenizer and preprocessor_config.json
     model_id: str,  # a hub id with such weights, for the error message
     processor_id: str,  # a hub id with such a processor, for the error message
     scale: float | None,  # factor of the cosine; None: exp of the model's `logit_scale`
-    device: str,  # see `resolve_device`
-    dtype: str,  # see `resolve_device`
+    device: str,  # auto, cpu, cuda or cuda:0 ...
+    dtype: str,  # auto (float32), float32, bfloat16 or float16
     batch_size: int,  # images per forward pass
 ) -> _CLIPScorer:
     """Load a CLIP with its tokenizer and image transform, as a scorer.
@@ -185,7 +188,7 @@ def load_clip_score(
 
 
 def load_pickscore(
-    weights: str = _PICKSCORE_ID,  # a folder or hub id
+    weights: str = _PICKSCORE_ID,  # a folder or hub id of PickScore in transformers' layout
     # folder or hub id with the tokenizer and preprocessor_config.json; None: the folder `weights` if it has a
     # tokenizer, else the hub id of the CLIP from which PickScore was trained
     processor: str | None = None,
@@ -193,7 +196,7 @@ def load_pickscore(
     dtype: str = "auto",  # auto (float32), float32, bfloat16 or float16
     batch_size: int = 32,  # images per forward pass
 ) -> _CLIPScorer:  # (images, prompts) -> scores
-    """Load PickScore as a reward, on its raw scale.
+    """Load PickScore as a reward: the cosine between image and prompt, times the model's trained factor of about 100.
 
     Raises InputError if a file is missing or does not fit, or if an option is not allowed.
     """
@@ -266,9 +269,10 @@ def _read_torch_file(
     file: Path,  # .pt or .pth
     description: str,  # the content that the file must have, for the error message
 ) -> dict[str, Tensor]:  # float32, keyed by name
-    """Read a file of tensors without executing code in it.
+    """Read a file of tensors without executing code in it, and return the tensors.
 
-    Raises InputError if the file is damaged or contains anything but tensors.
+    If the file contains a dict of tensors under the key `state_dict`, that dict is read. Raises InputError if the file is
+    damaged or contains anything but tensors.
     """
     try:
         state: Any = torch.load(file, map_location="cpu", weights_only=True)
@@ -338,7 +342,7 @@ class AestheticScore:
         images: Images,  # any number of images
         prompts: Sequence[str],  # one per image; only their number is checked
     ) -> Tensor:  # (B,) float32, on the CPU
-        """Score any number of images by their embeddings.
+        """Estimate the rating, from 1 to 10, that people would give each image.
 
         Raises InputError unless there is one prompt per image.
         """
@@ -359,7 +363,7 @@ def load_aesthetic(
     dtype: str = "auto",  # precision of the CLIP: auto (float32), float32, bfloat16 or float16
     batch_size: int = 32,  # images per forward pass
 ) -> AestheticScore:  # (images, prompts) -> scores
-    """Load LAION's aesthetic predictor as a reward.
+    """Load LAION's aesthetic predictor as a reward: an estimate of the rating, from 1 to 10, that people would give.
 
     Raises InputError if a file is missing or does not fit, or if an option is not allowed.
     """

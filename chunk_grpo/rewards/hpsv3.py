@@ -53,9 +53,10 @@ def patchify_image(
     image: Images,  # one image: (1, 3, H, W), or a list with one PIL image
     device: str | torch.device = "cpu",  # device of the patches
 ) -> tuple[Tensor, list[int]]:  # (patches, 3 * 2 * 14 * 14), and the grid: [1, rows, columns]
-    """Resize and normalise an image, cut it into patches, and return them in the order that the vision tower expects.
+    """Resize and normalise an image, cut it into patches of 14 x 14 pixels, and return the patches and their grid.
 
-    The grid counts patches of 14 x 14 pixels. Raises InputError if one side is more than 200 times the other.
+    The patches are ordered by blocks of 2 x 2, as the vision tower expects, and each contains the image twice, as the two
+    frames of a video. The grid counts patches. Raises InputError if one side is more than 200 times the other.
     """
     x = images_to_tensor(image, device)
     try:
@@ -84,8 +85,9 @@ def build_hpsv3_inputs(
 ) -> dict[str, Tensor]:  # keyword arguments of the model
     """Build the keyword arguments of Qwen2-VL for one batch of images and prompts.
 
-    The patches of all images are concatenated, the chats are padded on the right, and the positions are 0, 1, 2, ... for
-    text and image tokens alike.
+    `input_ids` and `attention_mask` (B, L) contain the chats, padded on the right to L tokens. `position_ids` (3, B, L) are
+    0, 1, 2, ... for text and image tokens alike. `pixel_values` (n, 1176) contains the n patches of all images, and
+    `image_grid_thw` (B, 3) the grid of each image.
     """
     patches = []  # of each image
     grids = []  # [1, rows, columns] of each image
@@ -134,7 +136,7 @@ def build_reward_head(hidden_size: int) -> nn.Sequential:
 
 @dataclass(frozen=True)
 class HPSv3(ModelScorer):
-    """Score images with Qwen2-VL and a head; the score is mu."""
+    """Score images with Qwen2-VL and a head that returns the mean mu of a score and its log sigma; the score is mu."""
 
     model: Qwen2VLModel  # encodes the chat with the image
     head: nn.Sequential  # see `build_reward_head`
@@ -151,7 +153,7 @@ class HPSv3(ModelScorer):
         return self.score_distribution(images, prompts)[:, 0]
 
     def check_prompt(self, prompt: str) -> None:
-        """Raise InputError if a prompt contains a special token, which would end or change the chat."""
+        """Raise InputError if a prompt contains a special token such as <|im_end|>, which would end or change the chat."""
         special_tokens = [token for token in self.tokenizer.get_added_vocab() if token in prompt]
         if special_tokens:
             raise InputError(
@@ -163,7 +165,7 @@ class HPSv3(ModelScorer):
         images: Images,  # any number of images, of any sizes
         prompts: Sequence[str],  # one per image
     ) -> Tensor:  # (B, 2), mu and log sigma
-        """Return the score of each image and the logarithm of its standard deviation.
+        """Return the score mu of each image, and log sigma, the logarithm of its standard deviation.
 
         Raises InputError if a prompt contains a special token.
         """
@@ -191,7 +193,7 @@ class HPSv3(ModelScorer):
         self,
         inputs: dict[str, Tensor],  # see `build_hpsv3_inputs`
     ) -> Tensor:  # (b, 2), mu and log sigma
-        """Run the model, and apply the head to the state of the scored token of each chat; return mu and log sigma."""
+        """Run the model, and apply the head to the state of `REWARD_TOKEN` in each chat; return mu and log sigma."""
         state = self.model(**inputs, use_cache=False).last_hidden_state
         reward_id = self.tokenizer.convert_tokens_to_ids(REWARD_TOKEN)
         return self.head(state[inputs["input_ids"] == reward_id].float())
@@ -204,7 +206,7 @@ def read_hpsv3_weights(
 ) -> dict[str, Tensor]:  # keyed by model.* with transformers' names, and by rm_head.*
     """Read the weights of model and head onto the device, tensor by tensor, and return them under transformers' names.
 
-    Raises InputError if the file is damaged.
+    Leaves out `lm_head`, which is needed only to generate text. Raises InputError if the file is damaged.
     """
     state = {}
     prefixes = {"model": "model.language_model", "visual": "model.visual"}
@@ -228,10 +230,10 @@ def load_hpsv3(
     weights: str = _HPSV3_ID,  # a folder or hub id with HPSv3.safetensors
     base: str = _HPSV3_BASE_ID,  # folder or hub id with Qwen2-VL-7B-Instruct's config and tokenizer
     device: str = "auto",  # auto, cpu, cuda or cuda:0 ...
-    dtype: str = "auto",  # auto: bfloat16 on a GPU, float32 on a CPU
+    dtype: str = "auto",  # auto (bfloat16 on a GPU, else float32), float32, bfloat16 or float16
     batch_size: int = 8,  # images per forward pass
 ) -> HPSv3:  # (images, prompts) -> scores
-    """Load HPSv3 as a reward, on its raw scale.
+    """Load HPSv3 as a reward; its scores are unbounded, and good images get about 10 to 15.
 
     Raises InputError if a file is missing or does not fit, or if an option is not allowed.
     """

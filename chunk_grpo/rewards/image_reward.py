@@ -27,6 +27,7 @@ SCORE_MEAN = 0.16717362830052426
 SCORE_STD = 1.0333394966054072
 
 # %% ../../nbs/04_rewards/04_image_reward.ipynb #56728199
+# parts of the vision model's weight names: in BLIP's code, and in transformers
 KEY_REPLACEMENTS = (
     ("cls_token", "embeddings.class_embedding"),
     ("pos_embed", "embeddings.position_embedding"),
@@ -44,7 +45,7 @@ def read_imagereward_weights(
 ) -> dict[str, dict[str, Tensor]]:  # keyed by part (vision, text, mlp), then by transformers' name
     """Read ImageReward.pt as float32, rename its weights for transformers, and group them by part of the model.
 
-    Raises InputError if the file is damaged, contains code, or is not an ImageReward.
+    The part mlp is the head. Raises InputError if the file is damaged, contains code, or contains no ImageReward model.
     """
     try:
         state = torch.load(pt, map_location="cpu", weights_only=True)
@@ -133,9 +134,8 @@ def _build_vision_model(
     patch_size: int,  # side of a patch, pixels
 ) -> BlipVisionModel:
     """Build a vision model whose sizes follow from the shapes of `weights`; the weights are not loaded."""
-    positions = (
-        weights["embeddings.position_embedding"].shape[1] - 1
-    )  # number of patches, without the class token
+    # number of patches, without the class token
+    positions = weights["embeddings.position_embedding"].shape[1] - 1
     layers = {key.split(".")[2] for key in weights if key.startswith("encoder.layers.")}
     config = BlipVisionConfig(
         hidden_size=width,
@@ -152,7 +152,10 @@ def _build_vision_model(
 # %% ../../nbs/04_rewards/04_image_reward.ipynb #3b9cc821
 @dataclass(frozen=True)
 class ImageReward(ModelScorer):
-    """Score images with BLIP and a head, on ImageReward's raw scale."""
+    """Score images with BLIP and a head.
+
+    The scores are scaled to mean 0 and standard deviation 1 over the images of ImageReward's training set.
+    """
 
     vision: BlipVisionModel  # encodes the image
     text: BlipTextModel  # encodes the prompt, with cross-attention to the image
@@ -164,7 +167,7 @@ class ImageReward(ModelScorer):
         images: Images,  # one batch
         prompts: list[str],  # one per image
     ) -> Tensor:  # (b,)
-        """Score one batch; prompts longer than 35 tokens are truncated."""
+        """Compute the score of each image for its prompt; prompts longer than 35 tokens are truncated."""
         tokens = self.tokenizer(
             prompts, padding="max_length", truncation=True, max_length=35, return_tensors="pt"
         )
@@ -177,13 +180,13 @@ class ImageReward(ModelScorer):
 
 def load_imagereward(
     weights: str = _IMAGEREWARD_ID,  # a folder or hub id with ImageReward.pt and med_config.json
-    # folder or hub id; None: the folder `weights` if it has a vocab.txt, else bert-base-uncased
+    # folder or hub id of BERT's tokenizer; None: the folder `weights` if it has a vocab.txt, else bert-base-uncased
     tokenizer: str | None = None,
     device: str = "auto",  # auto, cpu, cuda or cuda:0 ...
     dtype: str = "auto",  # auto (float32), float32, bfloat16 or float16
     batch_size: int = 32,  # images per forward pass
 ) -> ImageReward:  # (images, prompts) -> scores
-    """Load ImageReward as a reward, on its raw scale.
+    """Load ImageReward as a reward; published scores lie between about -2.3 and 2.
 
     Raises InputError if a file is missing or does not fit, or if an option is not allowed.
     """

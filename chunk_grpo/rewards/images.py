@@ -19,14 +19,14 @@ import torch.nn.functional as F
 
 from .. import InputError
 
-Images = Tensor | Sequence[Image.Image]  # (B, 3, H, W), uint8 or floats in [0, 1]; or PIL
+Images = Tensor | Sequence[Image.Image]  # (B, 3, H, W), uint8 or floats in [0, 1]; or PIL images
 OPENAI_CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)  # of CLIP's training images, per channel
 OPENAI_CLIP_STD = (0.26862954, 0.26130258, 0.27577711)  # of CLIP's training images, per channel
 IMAGE_STATISTICS = ("saturation", "high_frequency", "grid")  # columns of `image_statistics`
 
 # %% ../../nbs/04_rewards/01_images.ipynb #aaa7b83e
 def images_to_tensor(
-    images: Images,  # a batch in any of the three forms
+    images: Images,  # (B, 3, H, W), uint8 or floats in [0, 1]; or PIL images of one size
     device: str | torch.device = "cpu",  # device of the result
 ) -> Tensor:  # (B, 3, H, W), float32 in [0, 1]
     """Convert a batch of images to one tensor.
@@ -53,9 +53,9 @@ def images_to_tensor(
 
 
 def images_to_pil(images: Images) -> list[Image.Image]:
-    """Convert images to PIL images in RGB, rounding floats to bytes.
+    """Convert a tensor (B, 3, H, W), uint8 or floats in [0, 1], or PIL images to B PIL images in RGB.
 
-    Raises InputError if a tensor is not a batch of images, or if its values are not in [0, 1].
+    Floats are rounded to 256 levels. Raises InputError if a tensor has another shape or type, or values outside [0, 1].
     """
     if not isinstance(images, Tensor):
         return [image.convert("RGB") for image in images]
@@ -71,7 +71,7 @@ def _images_to_float(
 ) -> Tensor:  # (B, 3, H, W), float32 in [0, 1]
     """Convert a tensor of images to float32 in [0, 1], on the device.
 
-    Raises InputError if its shape, type or values are wrong.
+    Values up to 0.01 outside [0, 1] are clamped. Raises InputError if its shape, type or values are wrong.
     """
     if images.ndim != 4 or images.shape[1] != 3 or 0 in images.shape[2:]:
         raise InputError(f"`images` must have the shape (B, 3, H, W); got {tuple(images.shape)}")
@@ -96,7 +96,7 @@ def _images_to_float(
 def resize_like_pillow(
     x: Tensor,  # (B, 3, H, W), in [0, 1]
     size: tuple[int, int],  # height and width after the resize
-) -> Tensor:  # (B, 3, height, width), on the device of `x`
+) -> Tensor:  # (B, 3, height, width), float32 in [0, 1], on the device of `x`
     """Resize images with Pillow's antialiased bicubic kernel, along the rows and then along the columns.
 
     The values are rounded to 256 grey levels before the first pass and after each pass.
@@ -115,21 +115,21 @@ def resize_like_pillow(
 # %% ../../nbs/04_rewards/01_images.ipynb #71dee022
 def normalize_images(
     x: Tensor,  # (B, 3, H, W) in [0, 1]
-    mean: Sequence[float] = OPENAI_CLIP_MEAN,  # per channel
-    std: Sequence[float] = OPENAI_CLIP_STD,  # per channel
+    mean: Sequence[float] = OPENAI_CLIP_MEAN,  # mean of each channel
+    std: Sequence[float] = OPENAI_CLIP_STD,  # standard deviation of each channel
 ) -> Tensor:  # (B, 3, H, W)
-    """Subtract the mean of each channel and divide by its standard deviation."""
+    """Normalise images: subtract `mean` from each channel and divide by `std`."""
     return (x - x.new_tensor(mean)[:, None, None]) / x.new_tensor(std)[:, None, None]
 
 
 @dataclass(frozen=True)
 class ImageTransform:
-    """Describe how a CLIP-like model prepares an image: resize of the shorter side, middle square, normalisation."""
+    """Describe how a CLIP-like model prepares an image: resize the shorter side, crop the middle square, normalise."""
 
     shortest_edge: int = 224  # the shorter side after the resize, pixels
     crop_size: int = 224  # side of the middle square, pixels
-    mean: tuple[float, float, float] = OPENAI_CLIP_MEAN  # per channel
-    std: tuple[float, float, float] = OPENAI_CLIP_STD  # per channel
+    mean: tuple[float, float, float] = OPENAI_CLIP_MEAN  # mean of each channel
+    std: tuple[float, float, float] = OPENAI_CLIP_STD  # standard deviation of each channel
     # If the offset of the middle square is not whole: round it to the nearest even number (torchvision) instead of down
     # (transformers).
     round_offset_to_even: bool = False
@@ -156,11 +156,14 @@ def _pad_to_square(
 
 
 def transform_images(
-    images: Images,  # a batch in any of the three forms; PIL images may differ in size
-    transform: ImageTransform,  # the preparation that the model expects
+    images: Images,  # (B, 3, H, W), uint8 or floats in [0, 1]; or PIL images, which may differ in size
+    transform: ImageTransform,  # sizes, mean and standard deviation that the model expects
     device: str | torch.device = "cpu",  # device of the result
 ) -> Tensor:  # (B, 3, crop_size, crop_size), float32
-    """Resize, crop or pad, and normalise images for a CLIP-like model."""
+    """Resize, crop or pad, and normalise images for a CLIP-like model.
+
+    Raises InputError if a tensor has another shape or type, or values outside [0, 1].
+    """
     crop, edge = transform.crop_size, transform.shortest_edge
     # PIL images may differ in size, so each is a batch of one.
     batches = [images] if isinstance(images, Tensor) else [[image] for image in images]
@@ -188,7 +191,10 @@ def transform_images(
 def fine_detail(
     image: Tensor,  # (3, H, W)
 ) -> Tensor:  # (H, W)
-    """Return the brightness of each pixel minus the mean brightness of its four neighbours."""
+    """Return the brightness of each pixel minus the mean brightness of its four neighbours.
+
+    The brightness is the mean of the channels. At the border, the outermost pixels are repeated.
+    """
     brightness = image.float().mean(0)
     padded = F.pad(brightness[None, None], (1, 1, 1, 1), mode="replicate")[0, 0]
     above, below = padded[:-2, 1:-1], padded[2:, 1:-1]
@@ -198,7 +204,7 @@ def fine_detail(
 # %% ../../nbs/04_rewards/01_images.ipynb #3542703f
 def image_statistics(
     images: Tensor,  # (B, 3, H, W) in [0, 1], on the CPU; H and W are multiples of the period
-    period: int,  # period of the grid in pixels; the side of a patch
+    period: int,  # number of pixels after which a grid repeats, such as 16, the side of a patch of FLUX
 ) -> Tensor:  # (B, 3), in the order of IMAGE_STATISTICS
     """Measure the saturation, fine detail and grid strength of each image.
 

@@ -28,9 +28,10 @@ EXTRA_INPUTS = ("records", "groups")
 
 
 def extra_inputs(reward: Callable) -> tuple[str, ...]:
-    """Return the names in `EXTRA_INPUTS` that a reward declares as parameters, in that order.
+    """Return which of the inputs `records` and `groups` a reward declares as parameters, in this order.
 
-    A reward in another process lists them in its attribute `extra_inputs` instead.
+    A parameter that a user's option has already set is left out. If the reward has an attribute `extra_inputs`, as a
+    reward in another process has, the result is that attribute.
     """
     listed = getattr(reward, "extra_inputs", None)
     if listed is not None:
@@ -55,7 +56,7 @@ def _check_reward_call(
     name: str,  # the reward's name, for the error message
     reward: Callable,  # returned by a class or a loader
 ) -> None:
-    """Raise InputError unless a reward can be called with images, prompts and its `extra_inputs`.
+    """Raise InputError unless a reward can be called with images, prompts, and the inputs that `extra_inputs` returns.
 
     Also raises InputError if the attribute `extra_inputs` of the reward lists a name that is not in `EXTRA_INPUTS`.
     """
@@ -79,9 +80,9 @@ def _check_reward_options(
     name: str,  # the reward's name, for the error message
     target: Callable,  # the loader, class or function
     options: Mapping[str, Any],  # keyword arguments for `target`
-    is_reward: bool,  # True if `target` is the reward itself; False for a loader or class, which returns it
+    is_reward: bool,  # True: `target` is the reward itself; False: it is a loader or class, which returns the reward
 ) -> None:
-    """Raise InputError if `target` does not accept an option, or lacks a required argument."""
+    """Raise InputError if `target` does not accept an option, or if the options lack one that it requires."""
     try:
         signature = inspect.signature(target)
     except ValueError:  # a built-in has no signature
@@ -110,11 +111,11 @@ def _check_reward_options(
 
 
 def load_reward_with_options(
-    name: str,  # a name of `REWARD_LOADERS`, or "package.module:function"
-    allow_working_folder: bool,  # True if it may be imported from the working folder
+    name: str,  # a key of `REWARD_LOADERS` such as hpsv3, or "package.module:function"
+    allow_working_folder: bool,  # True: the module of the reward may be in the working folder
     options: Mapping[str, Any],  # keyword arguments for the loader, the class or the function
 ) -> Callable:  # (images, prompts) -> scores
-    """Load a reward by its name; like `load_reward`, but the options are one mapping.
+    """Load a reward by its name, like `load_reward`, but take the options as one mapping.
 
     An option may therefore have any name, even `name`. Raises InputError in the same cases as `load_reward`.
     """
@@ -144,14 +145,14 @@ def load_reward_with_options(
 
 
 def load_reward(
-    name: str,  # a name of `REWARD_LOADERS`, or "package.module:function"
-    allow_working_folder: bool = True,  # True if it may be imported from the working folder
+    name: str,  # a key of `REWARD_LOADERS` such as hpsv3, or "package.module:function"
+    allow_working_folder: bool = True,  # True: the module of the reward may be in the working folder
     **options: Any,  # keyword arguments for the loader, the class or the function
 ) -> Callable:  # (images, prompts) -> scores
-    """Load a reward by its name, and return it as a function of images and prompts.
+    """Load a reward by its name, and return it as a function (images, prompts) -> scores.
 
-    Raises InputError if no reward has that name, if the reward does not accept an option, or if it cannot be called with
-    images and prompts.
+    If the path names a class, the reward is an instance of that class. Raises InputError if no reward has that name, if
+    the reward does not accept an option, or if it cannot be called with images and prompts.
     """
     return load_reward_with_options(name, allow_working_folder, options)
 
@@ -160,12 +161,12 @@ def batch_slices(
     image_count: int,  # number of images
     batch_size: int,  # largest number of images per batch
     groups: Sequence[int] | None = None,  # group of each image; None: any image may start a batch
-    # pixels of each image, if the sizes differ; images of one size are adjacent; None: all sizes are equal
+    # side length or (height, width) of each image in pixels, images of one size next to each other; None: all sizes are equal
     image_sizes: Sequence[int | tuple[int, int]] | None = None,
 ) -> list[slice]:
-    """Return the slices that split a sequence of images into batches of at most `batch_size` images of one pixel size.
+    """Split a sequence of images into batches, each of at most `batch_size` images of one size, and return the slices.
 
-    With `groups`, a batch holds whole groups, and a group with more than `batch_size` images is a batch of its own.
+    With `groups`, a batch contains only whole groups; a group with more than `batch_size` images is one larger batch.
     Raises InputError if the images of a group are not adjacent.
     """
     if image_sizes is not None:
@@ -205,18 +206,19 @@ def batch_slices(
 # %% ../../nbs/04_rewards/00_rewards.ipynb #569328d4
 @torch.inference_mode()
 def score_images(
-    name: str,  # the reward's name, for the error message
+    name: str,  # the reward's name, for error messages; one with a colon names a user's reward
     reward: Callable,  # (images, prompts) -> scores
     images: Tensor | Sequence[Image.Image],  # (B, 3, H, W) in [0, 1], or PIL images
     prompts: list[str],  # one per image
-    batch: int = 64,  # largest number of images per call of the reward
+    batch: int = 64,  # largest number of images per call of the reward; a larger group is one call
     records: Sequence[Mapping] | None = None,  # one per image; None: {"prompt": text}
     groups: Sequence[int] | None = None,  # group of each image, for a reward that declares `groups`
-) -> Tensor:  # (B,) float32, raw
+) -> Tensor:  # (B,) float32 on the CPU, as the reward returned them
     """Score all images in batches, check the scores, and return them.
 
-    Raises InputError if the number of prompts is wrong, if the reward does not return one finite number per image, or if
-    it declares `groups` but `groups` is None.
+    A user's reward gets copies of the images, because it may write into them. Raises InputError if there is not one
+    prompt per image, if the reward does not return one finite number per image, or if an input that it declares is
+    missing or does not have one value per image.
     """
     if len(images) != len(prompts):
         raise InputError(
@@ -266,10 +268,11 @@ def _select_inputs(
     prompts: Sequence[str],  # one per image
     records: Sequence[Mapping] | None,  # one per image; None: {"prompt": text}
     groups: Sequence[int] | None,  # group of each image
-) -> dict[str, Sequence]:  # keyed by parameter name
-    """Return the inputs that a reward declares in addition to images and prompts.
+) -> dict[str, Sequence]:  # keyed by `records` and `groups`, if declared; one value per image
+    """Select the inputs that a reward declares in addition to images and prompts, and return them.
 
-    Raises InputError if an input is unknown, is missing, or does not have one value per image.
+    Raises InputError if the reward declares an unknown input, or if an input is None or does not have one value per
+    image.
     """
     if records is None:
         records = [{"prompt": prompt} for prompt in prompts]
@@ -291,17 +294,17 @@ def _select_inputs(
 
 
 def check_prompts(
-    rewards: Mapping[str, Callable],  # keyed by name
+    rewards: Mapping[str, Callable],  # functions (images, prompts) -> scores, keyed by name
     prompts: Sequence[str],  # all prompts of a run
     field: str = "prompts",  # the setting that holds the prompts, for the error message
     records: Sequence[Mapping] | None = None,  # one per prompt; None: {"prompt": text}
 ) -> None:
-    """Raise InputError unless every reward can score all prompts.
+    """Raise InputError unless every reward can score all prompts; the message names the first prompt that it rejects.
 
     A reward may have a method `check_prompt(text)`, or `category(text)` if it sorts prompts as GenEval does, or
-    `check_record(record)` if it declares `records`. It rejects a prompt by raising an error in that method. A reward in
-    another process has a method `find_rejected_prompt(prompts)`, which makes the same check in that process; it also gets
-    the records if the reward declares them.
+    `check_record(record)` if it declares `records`. It rejects a prompt by raising any error in that method; a reward
+    without such a method accepts all prompts. A reward in another process has a method `find_rejected_prompt(prompts)`,
+    which makes the same check in that process; the method also gets the records if the reward declares them.
     """
     if records is None:
         records = [{"prompt": prompt} for prompt in prompts]
@@ -325,10 +328,11 @@ def _find_rejected_prompt(
     reward: Callable,  # may have `check_prompt`, `category` or `check_record`
     prompts: Sequence[str],  # all prompts of a run
     records: Sequence[Mapping],  # one per prompt
-) -> tuple[int, str] | None:  # index of the prompt, and the reason
-    """Return the index of a prompt that a reward rejects and the reason, or None if it rejects none.
+) -> tuple[int, str] | None:  # index of the prompt, counted from 0, and the reason
+    """Find a prompt that a reward rejects; return its index and the error's message, or None if it rejects none.
 
-    The reward's methods are called one after another, each with all prompts; the result is the first rejection.
+    First `check_prompt` is called for every prompt, then `category` for every prompt, then `check_record` for every
+    record, as far as the reward has these methods. The search ends at the first error.
     """
     values_by_method = {"check_prompt": prompts, "category": prompts, "check_record": records}
     for name, values in values_by_method.items():
@@ -387,14 +391,17 @@ def compressibility(
 
 # %% ../../nbs/04_rewards/00_rewards.ipynb #ca019e42
 def scoring_thread() -> ThreadPoolExecutor:
-    """Return an executor whose only thread has the same current GPU as the calling thread."""
+    """Return a thread pool with one thread, whose current GPU is that of the calling thread."""
     # `set_device` ignores a negative number.
     gpu = torch.cuda.current_device() if torch.cuda.is_available() else -1
     return ThreadPoolExecutor(1, initializer=torch.cuda.set_device, initargs=(gpu,))
 
 
 class StreamingScores:
-    """Score images in a thread as they arrive, in the same batches as if all images were scored at once."""
+    """Score images in a thread as they arrive, in the same batches as if all images were scored at once.
+
+    Pass the images to `add` as they arrive, in the order of the prompts, and call `scores` after the last one.
+    """
 
     def __init__(
         self,
@@ -403,13 +410,14 @@ class StreamingScores:
         prompts: Sequence[str],  # one for each image that will arrive
         batch: int = 64,  # largest number of images per call of a reward
         records: Sequence[Mapping] | None = None,  # one per image; None: {"prompt": text}
-        groups: Sequence[int] | None = None,  # group of each image, for rewards that declare it
-        # pixels of each image, if the sizes differ; images of one size are adjacent; None: all sizes are equal
+        groups: Sequence[int] | None = None,  # group of each image, if a reward declares `groups`
+        # side length or (height, width) of each image in pixels, images of one size next to each other; None: all sizes
+        # are equal
         sizes: Sequence[int | tuple[int, int]] | None = None,
     ) -> None:
         """Plan the batches of `len(prompts)` images for each reward, before any image is added.
 
-        Raises InputError if a reward declares `groups` but `groups` is None.
+        Raises InputError if an input that a reward declares is missing or does not have one value per image.
         """
         self.executor = executor
         self.scorers = dict(scorers)
@@ -428,7 +436,7 @@ class StreamingScores:
         self.futures: dict[str, list[Future]] = {name: [] for name in self.scorers}
 
     def add(self, images: Tensor) -> None:  # (b, 3, H, W) in [0, 1]
-        """Add the next images and submit every batch that is now complete to the executor."""
+        """Add the next b images, in the order of the prompts, and submit every batch that is now complete."""
         self.waiting = torch.cat([self.waiting, images]) if len(self.waiting) else images
         arrived = self.dropped + len(self.waiting)
         for name, pending in self.pending.items():
@@ -443,7 +451,7 @@ class StreamingScores:
     def _submit(
         self,
         name: str,  # the reward's name
-        batch: slice,  # positions in the list of all images; these images have arrived
+        batch: slice,  # indices among all images; all images of the batch have arrived
     ) -> None:
         """Submit one batch of one reward to the executor."""
         images = self.waiting[batch.start - self.dropped : batch.stop - self.dropped]
@@ -459,10 +467,10 @@ class StreamingScores:
         )
         self.futures[name].append(future)
 
-    def scores(self) -> dict[str, Tensor]:  # raw scores (B,), keyed by reward
+    def scores(self) -> dict[str, Tensor]:  # (B,) float32 for each reward, keyed by its name
         """Wait until all images are scored, and return the scores.
 
-        All images must have been added. If scoring a batch failed, its error is raised here.
+        Raises AssertionError if an image has not been added. If a batch could not be scored, its error is raised here.
         """
         assert not any(self.pending.values()), "images are missing"
         scores = {}

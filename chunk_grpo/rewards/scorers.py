@@ -25,13 +25,13 @@ _SCORER_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16
 # %% ../../nbs/04_rewards/02_scorers.ipynb #3bcb3c25
 def locate_hub_file(
     option: str,  # the option's name, for the error message
-    source: str | Path,  # a folder or hub id
-    file: str,  # name of the file
+    source: str | Path,  # a folder, or a hub id such as openai/clip-vit-large-patch14
+    file: str,  # name of the file, such as config.json
     default: str,  # a hub id whose repository has the file, for the error message
 ) -> Path:  # path of the file on this machine
     """Find a file in a folder or on the hub, download it if needed, and return its path.
 
-    Raises InputError if the file is missing.
+    Raises InputError if the file is neither in the folder nor in the hub's cache, and cannot be downloaded.
     """
     if (Path(source) / file).is_file():
         return Path(source) / file
@@ -57,7 +57,7 @@ def load_tokenizer(
 ) -> PreTrainedTokenizerBase:
     """Load a tokenizer from a folder or the hub, and return it.
 
-    Raises InputError if its files are missing.
+    Raises InputError if there is no tokenizer.json, and transformers' OSError or ValueError if loading fails otherwise.
     """
     try:
         return AutoTokenizer.from_pretrained(source)
@@ -69,14 +69,16 @@ def load_tokenizer(
 # %% ../../nbs/04_rewards/02_scorers.ipynb #6f6d1715
 def resolve_device(
     device: str,  # auto, cpu, cuda or cuda:0 ...
-    dtype: str,  # auto or a name of `_SCORER_DTYPES`
+    dtype: str,  # auto, float32, bfloat16 or float16
     batch_size: int,  # images per forward pass, at least 1
     large: bool = False,  # True for a large model: `dtype` auto is bfloat16 on a GPU instead of float32
 ) -> tuple[torch.device, torch.dtype]:
     """Check the options of a scorer, and return its device and precision.
 
-    Also turns TF32 off in this process, so that float32 products have full precision. Raises InputError if this
-    machine does not have the device, if the precision is unknown, or if the batch size is below 1.
+    The device auto is the current GPU, or the CPU if there is no GPU; a GPU is returned with its number. The dtype auto is
+    float32 unless `large` is True. Also turns TF32 off in this process, so that float32 products have full precision.
+    Raises InputError if this machine does not have the device, if the precision is unknown, or if the batch size is
+    below 1.
     """
     use_full_float32()
     if type(batch_size) is not int or batch_size < 1:
@@ -112,7 +114,7 @@ class ModelScorer:
         self,
         images: Images,  # one batch of b images
         prompts: list[str],  # one per image
-    ) -> Tensor:  # (b, ...)
+    ) -> Tensor:  # (b,), or (b, n) if the model returns n numbers per image
         """Score one batch and return its scores; every subclass implements this."""
         raise NotImplementedError
 
@@ -121,7 +123,7 @@ class ModelScorer:
         self,
         images: Images,  # any number of images
         prompts: Sequence[str],  # one per image
-    ) -> Tensor:  # (B, ...), float32, on the CPU
+    ) -> Tensor:  # (B,), or (B, n) if the model returns n numbers per image; float32, on the CPU
         """Score any number of images, `batch_size` at a time, and return the scores.
 
         Raises InputError if `prompts` is not a list of strings, or does not have one prompt per image.
