@@ -74,8 +74,8 @@ def build_update_batch(
     chunks: Chunks | Sequence[Chunks],  # the same chunks for all B images, or those of each image
     limit: int,  # largest number of transitions in a forward pass
     weights: Tensor | None = None,  # (T,) weight of each transition in the objective; None: all 1
-    trainable_steps: Tensor
-    | None = None,  # (n,) trainable steps, which the chunks divide; None: 0 ... n - 1
+    # (n,) indices of the trainable steps, which the chunks divide; None: 0 ... n - 1
+    trainable_steps: Tensor | None = None,
     # (height, width) or side length of each of the B images, pixels; None: all are equal
     sizes: Sequence[int | tuple[int, int]] | None = None,
 ) -> UpdateBatch:
