@@ -736,7 +736,7 @@ def iterations_to_check(method: "Method") -> list[int]:
 
 
 def check_sampled_steps(method: "Method") -> None:
-    """Raise InputError unless every iteration has trainable steps, with noise where the method takes ratios.
+    """Raise InputError unless every iteration has trainable steps, with noise if the method takes ratios of densities.
 
     The chunks and step weights must fit these steps too. Only the iterations of `iterations_to_check` are checked.
     """

@@ -259,8 +259,8 @@ def step_optimizer(state: TrainingState) -> float:  # norm of the gradients, bef
 class Update:
     """Hold the batches and measurements of an iteration's optimizer steps in this process, one entry per step."""
 
-    batches: list[UpdateBatch]
-    stats: list[UpdateStats]
+    batches: list[UpdateBatch]  # transitions and chunk samples of each step
+    stats: list[UpdateStats]  # measurements of each step
     # norms of the gradients before clipping; a step whose norm is infinite or NaN was skipped
     norms: list[float]
     # the two numbers of `measure_ratio_errors` in the first iteration, otherwise empty
