@@ -27,7 +27,10 @@ _QUIET_ITERATIONS = 10  # an alarm is raised only if it did not hold in so many 
 
 # %% ../../nbs/07_training/16_callbacks.ipynb #c3b10003
 class StopTraining(InputError):
-    """Stop a run: a callback raises this error in `on_log`, and the loop writes a checkpoint and ends."""
+    """Stop a run: raise this error in `on_log` of a callback; the loop writes a checkpoint and then raises it again.
+
+    No checkpoint is written before the first iteration is finished.
+    """
 
 
 class Callback:
@@ -37,10 +40,13 @@ class Callback:
         """Run code after the policy is loaded and the newest checkpoint is restored."""
 
     def on_log(self, state, line: dict) -> None:
-        """Run code with each finished line of metrics; the line of iteration 0 has the scores of the base."""
+        """Run code with each new line of metrics, keyed by metric; line 0 has only the held-out scores of the base."""
 
     def on_save(self, state, folder: Path) -> None:
-        """Run code after a checkpoint is written to `folder`."""
+        """Run code after a checkpoint is written to `folder`, such as checkpoints/000020 in the run folder.
+
+        After SIGTERM, only the processes that write the checkpoint call this function.
+        """
 
     def on_train_end(self, state) -> None:
         """Run code after the trained weights are written to `final/`."""
@@ -50,16 +56,18 @@ class _LogFunction(Callback):
     """Call a function with every line of metrics and the settings."""
 
     def __init__(self, function: Callable[[dict, Settings], object]):
+        """Store the function."""
         self.function = function
 
     def on_log(self, state, line: dict) -> None:
+        """Call the function with the line and the settings of the run."""
         self.function(line, state.settings)
 
 
 def load_callback(
     path: str,  # "package.module:name" or "file.py:name"
 ) -> Callback | Callable[[dict, Settings], object]:
-    """Import a callback: a function, or a class, of which an instance is returned.
+    """Import a callback; return it if it is a function, or a new instance of it if it is a class.
 
     A run calls a function with each line of metrics and the settings. A class must be a subclass of Callback.
     Raises InputError if the callback cannot be imported or instantiated, or is another class.
@@ -85,7 +93,10 @@ def as_callbacks(
     # callbacks, functions for `on_log`, or paths of either
     callbacks: Sequence[Callback | Callable | str],
 ) -> list[Callback]:
-    """Convert functions, and paths of functions and callbacks, to Callback objects."""
+    """Return a Callback object for each entry: import the paths, and wrap functions so that `on_log` calls them.
+
+    Raises InputError if a path cannot be imported, or names another class.
+    """
     loaded = [load_callback(item) if isinstance(item, str) else item for item in callbacks]
     return [item if isinstance(item, Callback) else _LogFunction(item) for item in loaded]
 
@@ -95,9 +106,10 @@ def format_progress(
     iterations: int,  # total number of iterations of the run
     log: bool = False,  # True: the form for the log, with standard error, gradient norm and seconds
 ) -> str:
-    """Format a line of metrics as one line of text with the remaining time.
+    """Format a line of metrics as text, such as "iteration  3/60  reward 0.2500  clipped 1.5%  left 2:05 min".
 
-    A missing or huge number becomes a dash.
+    Intervals and held-out scores are added if the line has them; line 0 gives "base" and its held-out scores only. A
+    number that is missing or at least 1e15 becomes a dash.
     """
 
     def format_number(x, form: str = ".4f") -> str:
@@ -142,8 +154,9 @@ class Logger(Callback):
 
     def __init__(
         self,
-        log: Callable[[str], None],  # prints a line in the first process
+        log: Callable[[str], None],  # prints a line, in the first process only
     ):
+        """Store the function that prints."""
         self.log = log
 
     def on_train_begin(self, state) -> None:
@@ -199,7 +212,7 @@ def _holds_in_a_row(
     lines: Sequence[dict],  # of metrics, oldest first
     condition: Callable[[dict], bool],  # of one line
 ) -> bool:
-    """Return True if the condition holds in each of the last `_ALARM_ITERATIONS` iterations, and there are that many."""
+    """Return True if there are three iterations (`_ALARM_ITERATIONS`) or more, and the condition holds in the last three."""
     # The line of the base has no reward_mean and does not count.
     last = [line for line in lines[-_ALARM_ITERATIONS:] if "reward_mean" in line]
     return len(last) == _ALARM_ITERATIONS and all(map(condition, last))
@@ -207,8 +220,8 @@ def _holds_in_a_row(
 
 def _clip_range_setting(
     settings: Settings,
-) -> tuple[str, float | None]:  # name of the setting; smallest clip range, None if there is none
-    """Return the setting that defines the clip range, and the smallest clip range around 1 that it gives."""
+) -> tuple[str, float | None]:  # clip_range or surrogate; clip range, None if there is none
+    """Return the name of the setting that defines the clip range, and the range, the smaller one if there are two."""
     if settings.surrogate in named_code(settings):
         return "clip_range", settings.clip_range
     surrogate = Surrogate.parse(settings.surrogate, settings.clip_range)
@@ -223,7 +236,10 @@ def _clip_alarm(
     lines: Sequence[dict],  # of metrics, oldest first
     settings: Settings,
 ) -> str:
-    """Return a warning if clipping removes nearly all gradients of the later updates, otherwise an empty string."""
+    """Return a warning if clipping removed over 75% of the gradients that it can remove, otherwise an empty string.
+
+    This must hold in each of the last three iterations. Clipping cannot remove a gradient of the first update.
+    """
 
     def clipped_share(line: dict) -> float:
         """Return the mean clip fraction of the chunks that were sampled."""
@@ -245,7 +261,7 @@ def _ratio_error_alarm(
     lines: Sequence[dict],  # of metrics, oldest first
     settings: Settings,
 ) -> str:
-    """Return a warning if rounding errors of the ratio come close to the clip range, otherwise an empty string."""
+    """Return a warning if the line's ratio error is at least a tenth of the clip range, otherwise an empty string."""
     ratio_error = lines[-1].get("ratio_floor") or 0.0
     name, clip_range = _clip_range_setting(settings)
     if clip_range is None or ratio_error < clip_range / 10:
@@ -260,7 +276,7 @@ def _flat_alarm(
     lines: Sequence[dict],  # of metrics, oldest first
     settings: Settings,
 ) -> str:
-    """Return a warning if all groups had equal rewards in several iterations, otherwise an empty string."""
+    """Return a warning if in the last three iterations every group had equal rewards, otherwise an empty string."""
     is_flat = _holds_in_a_row(
         lines,
         lambda line: (line.get("advantage_std_zero_groups") or 0) >= settings.prompts_per_iteration,
@@ -275,7 +291,8 @@ def _norm_alarm(
 ) -> str:
     """Return a warning if the gradient explodes, otherwise an empty string.
 
-    Its norm must exceed ten times the median of the five to twenty finite norms before it, three times in a row.
+    In each of the last three iterations its norm must exceed ten times the median of the finite norms, at least five,
+    among the twenty lines before.
     """
 
     def is_high(lines: Sequence[dict]) -> bool:
@@ -299,7 +316,7 @@ def _norm_alarm(
 def _first_and_last(
     lines: Sequence[dict],  # of metrics, oldest first
     name: str,  # of a metric
-) -> tuple[float, float, float] | None:  # None: too few iterations
+) -> tuple[float, float, float] | None:  # None: fewer than ten iterations
     """Return a metric's means over the first and the last five iterations, and the standard error of their difference."""
     values = [
         line[name]
@@ -317,7 +334,10 @@ def _hacking_alarm(
     lines: Sequence[dict],  # of metrics, oldest first
     settings: Settings,
 ) -> str:
-    """Return a warning if the training reward rises while a held-out score falls, otherwise an empty string."""
+    """Return a warning if the training reward rose and a held-out score fell, otherwise an empty string.
+
+    Each must have changed by more than two standard errors.
+    """
     reward = _first_and_last(lines, "reward_mean")
     if reward is None:
         return ""
@@ -350,11 +370,14 @@ _IMAGE_STATISTIC_TEXTS = {
 
 
 def _image_alarm(
-    name: str,  # of an image statistic
+    name: str,  # saturation, high_frequency or grid
     lines: Sequence[dict],  # of metrics, oldest first
     settings: Settings,
 ) -> str:
-    """Return a warning if an image statistic has moved far from its first value, otherwise an empty string."""
+    """Return a warning if an image statistic has moved far from its first value, otherwise an empty string.
+
+    It must have moved by more than four standard errors and by more than 25%; the grid must have risen by more than 50%.
+    """
     moved = _first_and_last(lines, f"image_{name}")
     reward = _first_and_last(lines, "reward_mean")
     before, after, error = moved or (0.0, 0.0, 0.0)
@@ -384,8 +407,11 @@ _ALARMS = {
 def raised_alarms(
     lines: Sequence[dict],  # of metrics, from iteration 0 to the newest
     settings: Settings,
-) -> dict[str, str]:  # warnings, keyed by alarm
-    """Return the warnings of the alarms that the newest line of metrics raises."""
+) -> dict[str, str]:  # warnings, keyed by alarm, such as clip_fraction
+    """Return the warnings of the alarms that the newest line of metrics raises.
+
+    A line raises an alarm if the alarm's condition holds at this line but at none of the ten lines before.
+    """
     warnings = {name: _ALARMS[name](lines, settings) for name in ALARMS}
     earlier = [lines[:-k] for k in range(1, min(_QUIET_ITERATIONS, len(lines) - 1) + 1)]
     return {
@@ -398,7 +424,7 @@ def raised_alarms(
 def alarm_history(
     lines: Sequence[dict],  # all lines of metrics of a run
     settings: Settings,
-) -> list[dict]:  # one row per alarm, with iteration, alarm and what (the warning)
+) -> list[dict]:  # rows with the keys iteration, alarm (its name), what (the warning)
     """List every alarm that a run has raised, in order."""
     return [
         {"iteration": lines[i]["iteration"], "alarm": name, "what": warning}
@@ -408,12 +434,13 @@ def alarm_history(
 
 # %% ../../nbs/07_training/16_callbacks.ipynb #c3b10011
 class Alarms(Callback):
-    """Warn of problems, and end the run if nothing is trained any more or `stop_on` names the alarm."""
+    """Log a warning for each alarm that the metrics raise; end the run if `stop_on` names it or nothing is trained any more."""
 
     def __init__(
         self,
-        log: Callable[[str], None],  # prints a line in the first process
+        log: Callable[[str], None],  # prints a line, in the first process only
     ):
+        """Store the function that prints."""
         self.log = log
         self.lines = []
 
@@ -424,7 +451,8 @@ class Alarms(Callback):
     def on_log(self, state, line: dict) -> None:
         """Print the alarms that this line raises.
 
-        Raises StopTraining if `stop_on` names one of them, and InputError if the last iterations skipped all updates.
+        Raises StopTraining if `stop_on` names one of them. Raises InputError if the last three iterations skipped all
+        updates (with `dtype` float16, only if the loss scale is below 1 too), or if all iterations of the run did.
         """
         self.lines.append(line)
         raised = raised_alarms(self.lines, state.settings)

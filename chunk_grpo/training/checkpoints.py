@@ -39,7 +39,7 @@ from ..core.settings import check_resume, load_settings
 
 # %% ../../nbs/07_training/14_checkpoints.ipynb #6d61a375
 def flatten_optimizer(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Return the tensors of an optimizer's state, keyed by `weight.entry`, such as `0.exp_avg`."""
+    """Return the tensors of an optimizer's state, keyed by the weight's number and the entry, such as `0.exp_avg`."""
     flat = {}
     seen = set()  # memory addresses of tensors
     for i, entries in optimizer.state_dict()["state"].items():
@@ -60,7 +60,7 @@ def load_optimizer_tensors(
     optimizer: torch.optim.Optimizer,
     tensors: Mapping[str, Tensor],  # as returned by `flatten_optimizer`
 ) -> None:
-    """Restore an optimizer's state from the tensors of `flatten_optimizer`."""
+    """Restore an optimizer's state from named tensors; its learning rate and other options stay as they are."""
     state: dict[int, dict[str, Any]] = {}
     for name, tensor in tensors.items():
         i, *levels, key = name.split(".")
@@ -101,7 +101,7 @@ def write_manifest(
 
 def list_checkpoints(
     run: Path,  # the run folder
-) -> list[Path]:  # folders
+) -> list[Path]:  # such as checkpoints/000020 in the run folder
     """List the folders of the run's checkpoints from oldest to newest, without verifying them."""
     folders = [
         p for p in (Path(run) / "checkpoints").glob("[0-9]*") if p.name.isdecimal() and p.is_dir()
@@ -132,7 +132,7 @@ Groups = Mapping[
 
 
 def _save_sharded(
-    folder: Path,  # of the checkpoint; the other processes use that of the first process
+    folder: Path,  # of the checkpoint; all processes write to the first process's folder
     groups: Groups,  # this process's shards
 ) -> dict[str, str]:
     """Write sharded tensors, and return the sha256 of every file, keyed by name; every process must call this function.
@@ -154,14 +154,17 @@ def _save_sharded(
 def write_checkpoint(
     run: Path,  # the run folder
     iteration: int,  # number of finished iterations
-    groups: Groups,  # tensors to write, one file per group
+    groups: Groups,  # tensors to write, keyed by group and name; one file per group unless sharded
     state: Mapping,  # further values for state.json
     keep: int = 2,  # number of newest checkpoints to keep
     keep_every: int = 0,  # also keep those whose iteration is a multiple of this number; 0: no others
     identity: Mapping = MappingProxyType({}),  # run_id and settings of the run
     sharded: bool = False,  # True: the tensors are shards, and every process must call this function
 ) -> None:
-    """Write a checkpoint atomically to `checkpoints/` in the run folder, and remove older ones."""
+    """Write a checkpoint atomically to a folder such as checkpoints/000020 in the run folder, and remove older ones.
+
+    The folder holds the tensors, copies of metrics.jsonl and profile.json, state.json and manifest.json.
+    """
     if sharded and dist.get_rank():
         _save_sharded(Path(), groups)
         dist.barrier()
@@ -209,7 +212,10 @@ def reject_unreadable(
 def read_manifest(
     folder: Path,  # of the checkpoint
 ) -> dict:
-    """Read and return a checkpoint's manifest; raise InputError if it is missing or was edited."""
+    """Read a checkpoint's manifest; raise InputError if it is missing or was edited.
+
+    Its keys are iteration, run_id, settings, files (the sha256 of each file, keyed by name) and sha256.
+    """
     with reject_unreadable(folder):
         content = (
             read_json(folder / "manifest.json") if (folder / "manifest.json").exists() else None
@@ -269,12 +275,15 @@ def is_finite(
 
 
 def tensor_problem(
-    groups: Groups,  # tensors of a checkpoint
+    groups: Groups,  # tensors of a checkpoint, keyed by group and name
     trained: Sequence[Tensor],  # the weights to which they belong
     # names of the required groups of averaged weights: ema, and reference weights
     averages: Sequence[str] = (),
 ) -> str:
-    """Return why the tensors of a checkpoint cannot be used, or an empty string if they can."""
+    """Return why the tensors of a checkpoint cannot be used, such as "it has no ema", or an empty string if they can.
+
+    The groups weights, optimizer and `averages` are required, with finite tensors of the trained weights' shapes.
+    """
     shapes = {str(i): p.shape for i, p in enumerate(trained)}
     for name in ("weights", "optimizer", *averages):
         if name not in groups:

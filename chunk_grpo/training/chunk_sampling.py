@@ -26,16 +26,17 @@ def sample_chunks(
     # from `profile`
     weighting: str = "uniform",
     allowed: Sequence[int] | None = None,  # numbers of the chunks that may be sampled; None: all
-    uniform: float = 0.0,  # share of equal probabilities that is mixed into the weights (16)
+    uniform: float = 0.0,  # share of equal probabilities that is mixed into the weights (16), from 0 to 1
     temperature: float = 1.0,  # of the weights (16): above 1 flattens, below 1 sharpens them
-    profile: Tensor | None = None,  # (T,) mean distances of the base, for the weighting "profile"
+    # (T,) mean distances (15) of the base; the weighting "profile" requires them
+    profile: Tensor | None = None,
     # (n,) long, indices of the transitions that the chunks divide; None: those with noise
     trainable_steps: Tensor | None = None,
 ) -> Tensor:  # (B, k) long chunk numbers, sorted; rows with fewer chunks are filled with -1
     """Sample the chunks that each image trains, without replacement, from the image's own random numbers.
 
-    Raises InputError if `allowed` is given although each image has its own chunks, because the same chunk number then
-    denotes other transitions in each image.
+    An image trains `count_trained_chunks(K, fraction)` of its K allowed chunks. Raises InputError if `allowed` is given
+    although each image has its own chunks, because the same chunk number then denotes other transitions in each image.
     """
     if not isinstance(chunks, Chunks):
         if allowed is not None:

@@ -25,10 +25,10 @@ from .state import TrainingState, rollout_options
 def _score_completions_of_one_size(
     state: TrainingState,
     context: ReplayContext,  # trajectories of this iteration
-    levels: Tensor,  # (n + 1,) long, indices of the noise levels that the ODE visits
+    levels: Tensor,  # (n + 1,) long, indices of the noise levels that the ODE visits; the last is T
     image_index: Tensor,  # (b,) long, positions of images of the same size, in whole groups
 ) -> dict[str, Tensor]:  # raw scores (b,), keyed by reward
-    """Complete the states of images of the same size, and score the resulting images."""
+    """Integrate the ODE from states of images of one size, at the first of the levels, and score the resulting images."""
     start = int(levels[0])
     paths = context.trajectories
     policy = state.policy
@@ -77,13 +77,13 @@ def _score_completions_of_one_size(
 def _score_completions(
     state: TrainingState,
     context: ReplayContext,  # trajectories of this iteration
-    # (n + 1,) long, indices of the noise levels that the ODE visits, from that of the states to the last
+    # (n + 1,) long, indices of the noise levels that the ODE visits, from the level of the states to the last, T
     levels: Tensor,
 ) -> dict[str, Tensor]:  # raw scores (B,), keyed by reward
-    """Complete the trajectories' states at the first of the levels by the ODE, and score the resulting images.
+    """Integrate the ODE from each trajectory's state at the first of the levels, and score the resulting images.
 
-    If all images of a group are in the same state, it is completed once and its score is repeated. A reward that
-    compares the images of a group gets as many copies of the completed image as the group has images.
+    If all images of a group share this state, one image is made from it and its score is repeated. A reward that
+    compares the images of a group gets as many copies of that image as the group has images.
     """
     paths = context.trajectories
     scores_per_size = []
@@ -107,8 +107,9 @@ def chunk_gains(
     """Compute the gain of each chunk for each image, as in DenseGRPO (2601.20218).
 
     The gain is the score of the image completed from the state after the chunk, minus the score of the image completed
-    from the state before it. Returns one pair per chunk, from the last chunk to the first: the indices (n,) of the chunk's
-    transitions, and its gains (B,), keyed by reward.
+    from the state before it; for the last chunk, the first score is that of the sampled image itself. Returns one pair
+    per chunk, from the last chunk to the first: the indices (n,) of the chunk's transitions, and its gains (B,), keyed
+    by reward.
     """
     settings = state.settings
     paths = context.trajectories
@@ -134,7 +135,7 @@ def chunk_gains(
 def _apply_to_all_groups(
     state: TrainingState,
     scores: dict[str, Tensor],  # (B, ...) each, of this process, keyed by name
-    # maps the scores of all processes, one row per group, to a tensor of the same shape
+    # maps the scores of all processes, one row per group for each name, to a tensor of the shape of one name's scores
     function: Callable[[dict[str, Tensor]], Tensor],
 ) -> Tensor:  # (B, ...)
     """Apply a function to the gathered scores of all processes, and return this process's slice of the result."""
@@ -156,10 +157,11 @@ def compare_groups(
     scores: dict[str, Tensor],  # raw scores of the images, (B,) each, keyed by reward
     combined: Tensor,  # (P, G) combined rewards of this process's groups, of `combine_rewards`
 ) -> Tensor:  # (B,), or (B, T) of every transition
-    """Compute the advantages of this process's images, or of their chunks or tree edges, as `credit_of` selects.
+    """Compute the advantages of this process's images, chunks or tree edges, as the setting `credit_of` selects.
 
-    Advantages of chunks and edges are returned per transition. Every process must call this function, because the
-    comparison gets the scores of all processes. Raises InputError if the method's `advantages` are malformed.
+    These are images with image, chunks with gain and all-gains, and edges with depth and leaves. Advantages of chunks
+    and edges are returned per transition. Every process must call this function, because the comparison gets the scores
+    of all processes. Raises InputError if the method's `advantages` are malformed.
     """
     settings = state.settings
     method = state.method
@@ -224,10 +226,10 @@ def anchored_images(
     state: TrainingState,
     combined: Tensor,  # (B,), weighted sum of the rewards that are trained on
     other_scores: dict[str, Tensor],  # raw scores of the other rewards, (B,) each
-) -> Tensor | None:  # (B,) bool; None: all
-    """Select the images that the anchor's penalty applies to: those whose reward outruns the other rewards most.
+) -> Tensor | None:  # (B,) bool; None: all, because `anchor_share` is 1
+    """Select the images to which the anchor's penalty applies, a share `anchor_share` of the images of all processes.
 
-    The setting `anchor_share` is the share of images that are selected, among those of all processes.
+    They are those whose win rate within their group by the trained reward exceeds that by the other rewards most.
     """
     if state.settings.anchor_share >= 1:
         return None
@@ -246,7 +248,10 @@ def weigh_by_distance(
     features: Tensor,  # (B, D), embeddings of the images
     group_size: int,  # G, images per prompt
 ) -> Tensor:  # of the shape of `advantage`
-    """Multiply each positive advantage by the image's relative distance to the most similar image of its group."""
+    """Multiply each positive advantage by the image's cosine distance to the nearest image of its group.
+
+    The distance is divided by the mean of these distances over the group. Other advantages stay as they are.
+    """
     distance = credit.relative_nearest_distances(features.unflatten(0, (-1, group_size))).flatten()
     distance = distance.reshape(-1, *[1] * (advantage.ndim - 1))
     return torch.where(advantage > 0, distance * advantage, advantage)

@@ -34,8 +34,8 @@ def replay_transitions(
 ) -> tuple[tuple[Tensor, ...], Tensor | None]:  # statistics (m, ...), and penalty (m,) or None
     """Call the method's `replay`, and return the transition statistics and the anchor's penalty.
 
-    If a run has images of several sizes, the policy gets the size of these images first. Raises InputError if the
-    method returns anything else in the first call.
+    If a run has images of several sizes, the policy's resolution is first set to the size of these images. Raises
+    InputError if `replay` returns anything else, or writes into the trajectories.
     """
     count = len(image_index)
     sizes = context.trajectories.sizes
@@ -70,8 +70,8 @@ def check_transition_stats(
 ) -> None:
     """Raise InputError unless the transition statistics are a tuple of finite tensors (m, ...).
 
-    If the method has log-probabilities, the first tensor must be (m,). Once a method has passed, later calls return at
-    once.
+    If the method has log-probabilities, the first tensor must be (m,). Once a method has passed, later calls return
+    without checking.
     """
     if "transition_stats" in method.checked:
         return
@@ -102,9 +102,11 @@ def check_statistic(
     value: object,  # what `statistic` returned
     transition_count: int,  # m, number of transitions
 ) -> None:
-    """Raise InputError unless the statistic holds finite numbers (m,), or (m, statistic_size) for such an objective.
+    """Raise InputError unless the statistic holds finite numbers of the shape (m,) or (m, k) that the objective reads.
 
-    Once a method has passed, later calls return at once.
+    The package's objective reads (m,), or (m, 2) with the surrogate dppo. A method's own objective reads
+    (m, statistic_size), or (m,) if `statistic_size` is 0; without a ratio it may then read any number of columns too.
+    Once a method has passed, later calls return without checking.
     """
     if "statistic" in method.checked:
         return
@@ -134,9 +136,9 @@ def check_statistic(
 
 # %% ../../nbs/07_training/08_gradient.ipynb #e91d279a
 def _join_batches(
-    batches: Sequence[Tensor],  # (m, ...), one transition statistic of each batch
+    batches: Sequence[Tensor],  # (m, ...) each, the same transition statistic from every batch
 ) -> Tensor:  # (M, ...)
-    """Concatenate one transition statistic of several batches; pad it with zeros if their numbers of tokens differ."""
+    """Concatenate one transition statistic over batches; if they differ in tokens, pad dimension 1 with zeros first."""
     if len({x.shape[1:] for x in batches}) > 1:
         max_tokens = max(x.shape[1] for x in batches)
         # F.pad lists dimensions from the last to the first; dimension 1 counts the tokens.
@@ -168,8 +170,9 @@ def compute_transition_stats(
     """Replay the M transitions of an update with the current weights, and return the method's transition statistics.
 
     These are the tensors that the method's hook `transition_stats` returns, concatenated over the forward passes that
-    training will use. If the method has log-probabilities, the first is the log-probability (M,). If image sizes differ,
-    tensors with one entry per token are padded with zeros. Raises InputError if the hook returns malformed tensors.
+    training will use. If the method has log-probabilities, the first is the log-probability (M,). If image sizes
+    differ, tensors with one entry per token are padded with zeros. Raises InputError if the hook returns malformed
+    tensors.
     """
     idle_batches = [update_batch.batches[0][:1]] * update_batch.idle_forwards
     stats_of_batches = []
@@ -230,8 +233,8 @@ def max_ratio_error(
 ) -> float:
     """Return the largest |ratio - 1| over the chunk samples, which only rounding errors cause.
 
-    Without rounding errors every ratio would be 1, because the weights are the same. A clip range below this ratio
-    error would clip numerical noise.
+    The ratio of a chunk sample is exp of the mean of `new - old` over its transitions. Without rounding errors every
+    ratio would be 1, because the weights are the same. A clip range below this ratio error would clip numerical noise.
     """
     log_ratio = chunk_means(new - old.to(new), update_batch.chunk_sample_ids.to(new.device))
     return (log_ratio.exp() - 1).abs().max().item()
@@ -286,7 +289,7 @@ def _statistics_of_update(
     # (M, ...) transition statistics before the first update; None: on-policy
     old: tuple[Tensor, ...] | None,
 ) -> Tensor:  # (M, ...)
-    """Compute the method's statistic of every transition of an update, without graph."""
+    """Replay an update with the current weights, and compute the method's statistic of each transition, without graph."""
     if context.trajectories.sizes is None:
         new = compute_transition_stats(context, update_batch, method)
         return method.statistic(new, new if old is None else old)
@@ -316,7 +319,9 @@ def gradient_coefficients(
     # (M, ...) transition statistics before the first update; None: on-policy
     old: tuple[Tensor, ...] | None = None,
     weight: Tensor | None = None,  # (N,) weight of each chunk sample's objective; None: all 1
-) -> Callable[[Tensor, Tensor], Tensor]:  # positions (m,) and their statistics (m, ...) -> (m, ...)
+) -> Callable[
+    [Tensor, Tensor], Tensor
+]:  # positions (m,), statistics (m, ...) -> coefficients (m, ...)
     """Return a function that computes the gradient's coefficients for a batch of transitions, without graph.
 
     The function gets the positions (m,) of the transitions in the update and their statistics (m, ...). A coefficient
@@ -381,7 +386,7 @@ def check_chunk_metrics(
 ) -> None:
     """Raise InputError unless `chunk_metrics` returned at least one tensor (N,), keyed by name.
 
-    Once a method has passed, later calls return at once.
+    Once a method has passed, later calls return without checking.
     """
     if "chunk_metrics" in method.checked:
         return
@@ -412,7 +417,7 @@ def _kl_weight(
     method: Method,
     advantage: Tensor,  # (N,), of each chunk sample
 ) -> Tensor | None:  # (N,); None: 1 for all
-    """Return the method's factor of each chunk sample's KL term; raise InputError if it is malformed."""
+    """Return the factors from the method's `kl_weight`; None if `kl` is 0. Raises InputError if they are malformed."""
     if not method.settings.kl:
         return None
     weight = method.kl_weight(advantage.clone())
@@ -429,7 +434,7 @@ def _backward_idle_forwards(
     method: Method,
     backward: Callable[[Tensor], None],  # runs the backward pass of a loss
 ) -> None:
-    """Run the update's idle forward and backward passes, which add a gradient of zero."""
+    """Run the update's `idle_forwards` forward and backward passes, which add a gradient of zero."""
     for _ in range(update_batch.idle_forwards):
         transition = update_batch.batches[0][:1]
         transition_stats, penalty = method.replay(
@@ -444,7 +449,7 @@ def _update_stats(
     context: ReplayContext,
     update_batch: UpdateBatch,  # M transitions of N chunk samples
     method: Method,
-    statistic: Tensor,  # (M, ...), in the order of the batches
+    statistic: Tensor,  # (M, ...) of each transition, in the order of the forward passes
     advantage: Tensor,  # (N,) of each chunk sample
     weight: Tensor | None,  # (N,) weight of each chunk sample's objective; None: all 1
     kl: float | Tensor,  # mean KL term, before multiplication by the setting `kl`
@@ -477,8 +482,8 @@ def accumulate_gradients(
     method: Method,
     # (M, ...) transition statistics before the first update; None: on-policy
     old: tuple[Tensor, ...] | None = None,
-    # returns the context of a batch's passes; its argument is True for the update's last batch, where processes
-    # exchange gradients
+    # returns the context in which a batch's forward and backward pass run; its argument is True for the update's last
+    # batch, where processes exchange gradients
     sync: Callable[[bool], Any] = lambda last: contextlib.nullcontext(),
     # runs the backward pass of a batch's loss
     backward: Callable[[Tensor], None] = Tensor.backward,

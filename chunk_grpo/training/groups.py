@@ -43,7 +43,7 @@ def count_seconds(
     seconds: dict[str, float],  # seconds so far, keyed by phase; a defaultdict(float)
     name: str,  # of the phase that runs within this context
 ) -> Iterator[None]:
-    """Add the seconds spent in this phase, nested phases excluded, to `seconds[name]`."""
+    """Add the seconds spent within this context, except those of nested phases, to `seconds[name]`."""
     start = time.perf_counter()
     before = sum(seconds.values())
     yield
@@ -54,11 +54,11 @@ def count_seconds(
 class Rollout:
     """Hold the trajectories, scores and advantages of the B images that this process sampled in an iteration."""
 
-    context: ReplayContext  # the trajectories, with all that is needed to replay them
+    context: ReplayContext  # policy, prompts, trajectories and reference weights, for the replay
     scores: dict[str, Tensor]  # raw scores of the rewards trained on, (B,) each, keyed by reward
-    combined: Tensor  # (B,), weighted sum of the rewards, from `combine_rewards`
+    combined: Tensor  # (B,), weighted sum of the rewards that are trained on
     advantage: Tensor  # (B,) of each image, or (B, T) of each transition
-    statistics: Tensor  # (B, 3), with the columns IMAGE_STATISTICS
+    statistics: Tensor  # (B, 3), saturation, fine detail and grid of each image (IMAGE_STATISTICS)
     # seconds of the iteration's phases, keyed by phase; later phases are added to it
     seconds: dict[str, float]
 
@@ -228,8 +228,9 @@ def measure_profile(
 ) -> dict:  # content of profile.json
     """Measure the mean relative distance (15) of each transition over the images of all processes.
 
-    Sets `state.profile` to these means (T,), and returns the content of profile.json. Every process must call this
-    function.
+    Sets `state.profile` to these means (T,), and returns the content of profile.json: mean and std (one number per
+    transition), sigmas, sampler, eta, steps, kind, trajectories (their number) and, if all images have one size,
+    latent_numel. Every process must call this function.
     """
     settings = state.settings
     sampler = trajectories.sampler

@@ -23,7 +23,7 @@ from .rollout import Trajectories
 def describe_value(
     value: object,  # what a function returned
 ) -> str:
-    """Describe a value for an error message: a tensor by its dtype and shape, anything else by its type."""
+    """Describe a value for an error message, such as "float32 of shape (2, 4)" for a tensor, or else "a list"."""
     if not isinstance(value, Tensor):
         return f"a {type(value).__name__}"
     broken = "" if bool(value.isfinite().all()) else " with numbers that are not finite"
@@ -52,7 +52,7 @@ def check_floats(
 ) -> None:
     """Raise InputError unless the hook returned finite floating-point numbers of the required shape.
 
-    Once a hook has passed, later calls return at once.
+    Once a hook has passed, later calls for it return without checking.
     """
     if hook in method.checked:
         return
@@ -97,7 +97,7 @@ def reference_decay(
     name: str,  # of reference weights, a key of the method's `reference_decays`
     iteration: int,  # the one just finished: 0, 1, ...
 ) -> float:  # 0: copy the current weights; 1: leave the reference weights as they are
-    """Return the decay of the moving average with which reference weights are updated after an iteration.
+    """Return the decay d with which reference weights are updated after an iteration: d * reference + (1 - d) * current.
 
     Raises InputError if the method returns anything but a number from 0 to 1.
     """
@@ -124,14 +124,14 @@ def is_integer_tensor(
 
 def check_partition(
     method: Any,  # an instance of `Method`
-    sampler: Sampler,
+    sampler: Sampler,  # of T transitions
     trainable_steps: Tensor,  # what `trainable_steps` returned
     chunks: Chunks | list[Chunks],  # what `partition` returned
     image_count: int,  # B, number of images in this process
 ) -> None:
-    """Raise InputError unless the trainable steps are valid and every image's chunks cover exactly these.
+    """Raise InputError unless the trainable steps increase within 0 ... T - 1, and every image's chunks divide exactly these.
 
-    Once a method has passed, later calls return at once.
+    Once a method has passed, later calls for it return without checking.
     """
     if "partition" in method.checked:
         return
@@ -178,7 +178,7 @@ def check_selected_chunks(
 ) -> None:
     """Raise InputError unless `select_chunks` returned an integer tensor (B, k) of chunk numbers, 0 to K - 1.
 
-    The number -1 stands for no chunk. Once a method has passed, later calls return at once.
+    The number -1 stands for no chunk. Once a method has passed, later calls for it return without checking.
     """
     if "select_chunks" in method.checked:
         return

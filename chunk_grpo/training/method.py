@@ -42,7 +42,7 @@ from .rollout import Trajectories
 
 # %% ../../nbs/07_training/05_method.ipynb #b87e037b
 class Method:
-    """Implement a training method, with one or more functions for each choice; without overrides it is Chunk-GRPO.
+    """Implement a training method: sampler, advantages, chunks, objective and its other choices; by default Chunk-GRPO.
 
     A subclass overrides what differs. Its functions read the settings from `self.settings` and the method's own
     options from `self.options`.
@@ -74,6 +74,7 @@ class Method:
     requirement_reason = ""
 
     def __init__(self, settings: Settings):
+        """Create the options, noise levels, window, sharing, chunker and surrogate that the settings name."""
         # names of the hooks whose first return value has been checked
         self.checked: set[str] = set()
         self.settings = settings
@@ -108,7 +109,10 @@ class Method:
 
     @property
     def is_proportional(self) -> bool:
-        """Return True if the package's objective is used, and it is proportional to the advantage."""
+        """Return True if the objective is proportional to the advantage.
+
+        That is so for the package's own objective with any built-in surrogate except par and pepg.
+        """
         return (
             type(self).objective is Method.objective
             and self.surrogate is not None
@@ -142,7 +146,7 @@ class Method:
         self,
         sampler: Sampler,  # of an iteration
     ) -> Tensor:
-        """Return the indices of the n transitions that may be trained, (n,) long and increasing."""
+        """Return the indices of the n transitions that may be trained, (n,) long and increasing; here those with noise."""
         return sampler.stochastic
 
     # What is an image's advantage?
@@ -210,7 +214,7 @@ class Method:
     ) -> float:
         """Return the share of equal probabilities that is mixed into the chunk weights (16) in an iteration.
 
-        It rises linearly from `weighting_uniform` to 1 over `weighting_anneal` iterations.
+        It rises linearly from `weighting_uniform` to 1 over `weighting_anneal` iterations; if that is 0, it is constant.
         """
         settings = self.settings
         annealed = 0.0
@@ -243,10 +247,11 @@ class Method:
         self,
         sampler: Sampler,  # of an iteration
     ) -> Tensor | None:  # (T,); None: every weight is 1
-        """Return the weight of each transition in the objective, from the setting `step_weights`.
+        """Return the weight of each transition in the objective; 0 for transitions that are not trained.
 
-        The mean weight over all transitions that any window reaches is 1. Raises InputError if the chunk sizes in
-        `step_weights` do not add up to the number of trainable steps.
+        The setting `step_weights` is one (no weights), a name in `surrogates.STEP_WEIGHTS` such as noise, or chunk
+        sizes. The mean weight over all transitions that any window reaches is 1. Raises InputError if the chunk sizes
+        in `step_weights` do not add up to the number of trainable steps.
         """
         weighting = self.settings.step_weights
         trainable_steps = self.trainable_steps(sampler)
@@ -345,9 +350,9 @@ class Method:
     ) -> tuple[Tensor, ...]:  # (m, ...) each
         """Compute what `statistic` needs of each transition under the current weights, with graph.
 
-        Here the tuple is the log-probability (m,), followed by the mean (m, S, C) and the standard deviation (m,) of the
-        next latents if the setting `statistic` or the surrogate needs them. A method with `has_log_prob` must return
-        the log-probability first.
+        Here the tuple is the log-probability (m,), followed by the mean (m, S, C) and the standard deviation (m,) of
+        the next latents if the setting `statistic` or the surrogate needs them. A method with `has_log_prob` must
+        return the log-probability first.
         """
         mean, std = batch.mean_std()
         log_prob = batch.sampler.log_prob(batch.target, mean, std)
@@ -382,9 +387,9 @@ class Method:
     ) -> Tensor:  # (N,)
         """Compute the objective of each chunk sample, to be maximised.
 
-        Step weights multiply it afterwards, and an update maximises the mean over its chunk samples. If the statistic is
-        (N, statistic_size), its first column is the log-ratio and, for dppo, its second column is the divergence. Every
-        surrogate, built in or a user's, gets tensors of shape (N,).
+        Step weights multiply it afterwards, and an update maximises the mean over its chunk samples. If the statistic
+        is (N, statistic_size), its first column is the log-ratio and, for dppo, its second column is the divergence.
+        Every surrogate, built in or a user's, gets tensors of shape (N,).
         """
         statistic = terms.statistic
         advantage = terms.advantage
@@ -405,7 +410,7 @@ class Method:
         self,
         advantage: Tensor,  # (N,), of each chunk sample
     ) -> Tensor | None:  # (N,); None: 1 for all
-        """Return a factor for the KL term of each chunk sample, by which it is multiplied in addition to `kl`.
+        """Return a factor for the KL term of each chunk sample, by which it is multiplied in addition to `kl`; here None.
 
         Training calls this function only if `kl` is above 0.
         """
@@ -421,7 +426,11 @@ class Method:
         advantage: Tensor,  # (N,), of each chunk sample
         objective: Tensor,  # (N,), of each chunk sample
     ) -> dict[str, Tensor]:  # (N,) each, keyed by a name that the method chooses
-        """Return the measurements of each chunk sample of an update, from which `metrics` computes the metrics."""
+        """Return the measurements of each chunk sample of an update, from which `metrics` computes the metrics.
+
+        Here the keys are ratio and clipped (1 if clipping removed the gradient, else 0), or loss if `has_ratio` is
+        False.
+        """
         if not self.has_ratio:
             return {"loss": -objective}
         if statistic.ndim > 1:  # of several ratios, take the one that is furthest from 1
@@ -436,7 +445,10 @@ class Method:
         chunk_number: Tensor,  # (N,) long, chunk number of each chunk sample, from 0
         chunk_count: int,  # number of chunks of an image
     ) -> dict:
-        """Compute the entries that the method adds to an iteration's line of metrics, keyed by metric."""
+        """Compute the entries that the method adds to an iteration's line of metrics, keyed by metric.
+
+        Here they are those of `ratio_metrics`, or loss_mean if `has_ratio` is False.
+        """
         if not self.has_ratio:
             return {"loss_mean": measurements["loss"].mean().item()}
         return ratio_metrics(
@@ -542,7 +554,11 @@ def list_completions(
     trainable_steps: Tensor,  # (n,) long, the steps that may be trained
     chunks: Chunks | None,  # None: each image has its own chunks
 ) -> list[tuple[int, float]]:  # (forward passes of a completion, completions per image)
-    """List the completions by the ODE that `credit_of` or `completion_strides` require: one entry per kind."""
+    """List the completions by the ODE that the settings require, to plan their cost.
+
+    There is one entry per chunk if `credit_of` is gain or all-gains, and otherwise one per stride after the first in
+    `completion_strides`.
+    """
     if not (chunks and "gain" in settings.credit_of):
         remaining = len(sampler) - 1 - int(trainable_steps[-1])
         return [
@@ -588,7 +604,7 @@ def _count_iteration(
     method: "Method",
     iteration: int,  # 0, 1, ...
 ) -> IterationCounts:
-    """Count the forward passes and scored images of the given iteration, over all processes."""
+    """Count the forward passes and scored images of one iteration, over all processes."""
     settings = method.settings
     sampler = method.sampler(iteration)
     images = settings.prompts_per_iteration * settings.images_per_prompt
@@ -663,7 +679,10 @@ def mean_iteration_counts(method: "Method") -> IterationCounts:
 
 # %% ../../nbs/07_training/05_method.ipynb #e9a4c1d5
 def check_settings_of_method(method: "Method") -> None:
-    """Raise InputError if the settings do not suit a method; `check_sampled_steps` checks its transitions."""
+    """Raise InputError if the method's required settings, group size, reference decays, credit or anchor do not fit.
+
+    `check_sampled_steps` checks the transitions.
+    """
     settings = method.settings
     for name, value in method.required_settings.items():
         if getattr(settings, name) != value:
@@ -717,7 +736,7 @@ def iterations_to_check(method: "Method") -> list[int]:
 
 
 def check_sampled_steps(method: "Method") -> None:
-    """Raise InputError unless every iteration has trainable steps, with noise where the method takes ratios.
+    """Raise InputError unless every iteration has trainable steps, with noise if the method takes ratios of densities.
 
     The chunks and step weights must fit these steps too. Only the iterations of `iterations_to_check` are checked.
     """

@@ -64,7 +64,7 @@ def _hook_error(
 def call_user_code(
     function: Callable,  # that a user wrote
     *arguments,  # passed to the function
-    # builds the error to raise from the function's name and the problem
+    # (function's name, problem) -> error to raise; the problem is a phrase such as "failed in line 3 of my.py: ..."
     make_error: Callable[[str, str], InputError],
     name: str,  # of the function, for the error message
 ) -> Any:  # what the function returns
@@ -103,6 +103,7 @@ def call_hook(
     """Call a hook of a method; if it raises an exception, raise an InputError that names the hook and the line."""
 
     def make_error(name: str, problem: str) -> InputError:
+        """Build the error about one of the method's hooks."""
         return _hook_error(method, name, problem)
 
     return call_user_code(getattr(method, hook), *arguments, make_error=make_error, name=hook)
@@ -113,7 +114,7 @@ def _signature_problem(
     reference: Callable,  # a function with the required signature
     skip: int = 0,  # number of leading parameters of `reference` to ignore, such as 1 for `self`
 ) -> str:  # verb phrase for the error message; empty if there is no problem
-    """Return how a function's parameters differ from the required ones, if it cannot be called with these."""
+    """Return what is wrong with a function's parameters, such as "must take (profile); it takes (x, y)"."""
     required = [*inspect.signature(reference).parameters.values()][skip:]
     # Parameters without a default are passed by position, the others by name.
     positional = [None for parameter in required if parameter.default is parameter.empty]
@@ -175,7 +176,7 @@ def _make_method(
 
 
 def _check_attributes(method: Method) -> None:
-    """Raise InputError unless the class attributes have the right types and the hooks can be called as training does."""
+    """Raise InputError unless the class attributes have the right types and the hooks accept what training passes."""
     for hook in _HOOKS:
         overriding = getattr(type(method), hook, None)
         base = getattr(Method, hook)
@@ -240,7 +241,7 @@ def _check_attributes(method: Method) -> None:
 
 def _check_chunks(
     method: Method,
-    step_count: int,  # number of trainable steps
+    step_count: int,  # n, number of trainable steps
 ) -> None:
     """Raise InputError unless the method's `chunks`, or the user's chunker, covers all trainable steps with chunks."""
     is_fixed = method.settings.chunk_rule.kind == "fixed"

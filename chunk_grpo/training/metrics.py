@@ -47,7 +47,8 @@ def above_base_metrics(
     state: TrainingState,
     scores: dict[str, Tensor],  # raw scores (B,) of the policy's images, keyed by reward
     base: dict[str, Tensor],  # raw scores of the base's images from `score_base`, keyed by reward
-    # text of the prompt of each group, of all processes; None: all prompts are different
+    # prompt of each group of all processes; groups of one prompt count as one value in the standard error; None: all
+    # prompts are different
     texts: Sequence[str] | None = None,
 ) -> dict[str, float]:
     """Compute how much higher the policy scores than the base on the same prompts, from the same noise.
@@ -110,7 +111,7 @@ def check_method_metrics(
     metrics: Any,  # what the method's `metrics` returned
     class_name: str,  # of the method, for the error message
 ) -> dict[str, Any]:
-    """Convert a method's metrics to plain numbers, and return them.
+    """Convert a method's metrics to plain numbers, lists or mappings, and return them, keyed by metric.
 
     Raises InputError if a name is one of the trainer's metrics, or a value cannot be written to metrics.jsonl.
     """
@@ -148,7 +149,7 @@ def collect_metrics(
     rollout: Rollout,  # of the finished iteration
     update: Update,  # the iteration's optimizer steps
     base: dict[str, Tensor] | None = None,  # scores of the base, of `score_base`; None: no baseline
-) -> dict:  # a line of metrics.jsonl, without seconds and evaluation
+) -> dict:  # a line of metrics.jsonl, keyed by metric, without seconds and evaluation
     """Collect the metrics of a finished iteration over all processes, each of which must call this function."""
     settings = state.settings
     method = state.method
@@ -305,7 +306,7 @@ def _save_samples(
     local_images: Sequence[tuple[int, int]],  # (prompt's position, image's number) of this process
     prompts: Sequence[str],  # of these images
 ) -> None:
-    """Write up to eight images of each process to `samples/`, and a manifest of the files of all processes."""
+    """Write up to eight images of each process to a folder such as samples/000020, with a manifest of all files."""
     folder = state.run / "samples" / f"{state.iteration:06d}"
     make_folders(folder)
     records = []

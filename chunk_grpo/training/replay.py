@@ -25,7 +25,7 @@ class ReplayContext:
     """Hold what the replay of stored transitions requires: policy, prompts, trajectories and reference weights."""
 
     policy: Policy
-    conditioning: dict[str, Tensor]  # rows of `encode`, one per prompt
+    conditioning: dict[str, Tensor]  # output of `policy.encode`, one row per prompt
     trajectories: Trajectories
     # weights in the order of `policy.trained`, keyed by the reference's name
     reference_weights: Mapping[str, list[Tensor]] = field(default_factory=dict)
@@ -45,7 +45,7 @@ class ReplayContext:
         self,
         name: str,  # of the reference weights
     ) -> Iterator[None]:
-        """Let the policy use the reference weights within this context, without gradient; restore its own afterwards."""
+        """Within this context, let the policy use these reference weights without gradient; then restore its own."""
         # A SIGTERM in the middle of a swap would leave a mixture of weights, which a checkpoint might then store.
         with defer_sigterm() as interruptible:
             swap_weights(self.policy.trained, self.reference_weights[name])
@@ -59,7 +59,7 @@ class ReplayContext:
         self,
         latents: Tensor,  # (m, S, C)
         image_index: Tensor,  # (m,), position of each row's image in the trajectories
-        step_index: Tensor,  # (m,), position of each row's noise level in the sampler's grid
+        step_index: Tensor,  # (m,), index of each row's noise level in the sampler's `sigmas`
         # references that are evaluated too: "base", or names in `reference_weights`
         reference_names: Sequence[str] = (),
     ) -> tuple[Tensor, dict[str, Tensor]]:
@@ -96,9 +96,10 @@ class TransitionBatch:
     sampler: Sampler  # of the rollout
     step: Tensor  # (m,) long, index of each transition in its trajectory
     image: Tensor  # (m,) long, position of each transition's image in the trajectories
-    member: Tensor  # (m,) long, number of the image in its group
+    member: Tensor  # (m,) long, number of each transition's image in its group, 0 ... G - 1
 
     def __len__(self) -> int:
+        """Return the number of transitions, m."""
         return len(self.latents)
 
     @property

@@ -30,7 +30,7 @@ def _key_by_position(tensors: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]
 
 
 def last_checkpoint_folder(state: TrainingState) -> Path:
-    """Return the checkpoint folder of the last finished iteration, which may not exist."""
+    """Return the checkpoint folder of the last finished iteration, such as checkpoints/000020; it may not exist."""
     return state.run / "checkpoints" / f"{state.iteration:06d}"
 
 
@@ -104,7 +104,10 @@ def _restore_log(
     folder: Path | None,  # of the checkpoint; None: the run starts from the beginning
     log: Callable[[str], None],  # prints a warning
 ) -> None:
-    """Restore metrics.jsonl and profile.json to their content in a checkpoint; without a checkpoint, empty the metrics."""
+    """Restore metrics.jsonl and profile.json to their content in a checkpoint; without a checkpoint, empty the metrics.
+
+    Files that a killed process left incomplete are removed, and a warning says what was lost or changed.
+    """
     files.remove_abandoned_in_run(run)
     metrics = run / "metrics.jsonl"
     if folder is None:
@@ -132,6 +135,7 @@ def resume(
     """Restore a state from the newest intact checkpoint, if there are checkpoints.
 
     Damaged checkpoints are renamed, and the metrics and the profile of the run are restored to those of the checkpoint.
+    If there is no checkpoint, the metrics are emptied and the state stays as it is.
     Every process must call this function. Raises InputError if there are checkpoints but none is intact.
     """
     folders = checkpoints.list_checkpoints(state.run)
@@ -186,7 +190,8 @@ def _terminate_together(state: TrainingState) -> None:
 def interruptible(state: TrainingState) -> Iterator[None]:
     """Let SIGTERM end the run within this context, which must change neither weights nor optimizer.
 
-    If weights are sharded, all processes end together, before or after the context.
+    If weights are sharded, all processes end together, before or after the context. Otherwise the first process ends at
+    once, and the others end only at the beginning of the context.
     """
     if state.settings.sharding != "none":
         _terminate_together(state)

@@ -90,7 +90,7 @@ def draw_size(
 def equal_size_slices(
     sizes: Sequence[int | tuple[int, int]],  # of each image; equal sizes must be adjacent
 ) -> list[slice]:  # one per size
-    """Return the slices of images that have the same size.
+    """Return one slice of the images per size, in the order of the images.
 
     Raises InputError if the images of one size are not adjacent.
     """
@@ -140,11 +140,12 @@ class Trajectories:
     lengths: Tensor | None = None  # (B,) long, tokens of each image; None: all have S tokens
 
     def __post_init__(self):
+        """Convert keys that are plain tuples to `ImageKey`s."""
         object.__setattr__(self, "keys", as_image_keys(self.keys))
 
     @property
     def equal_size_slices(self) -> list[slice]:
-        """Return the slices of images that have the same size, one per size."""
+        """Return one slice of the images per size, in the order of the images."""
         if self.sizes is None:
             return [slice(0, len(self.keys))]
         return equal_size_slices(self.sizes)
@@ -178,7 +179,7 @@ class Trajectories:
 
     @cached_property
     def distance(self) -> Tensor:  # (B, T)
-        """Compute the relative distance (15) that each transition of each image moves the latents."""
+        """Compute how far each transition moves an image's latents: the relative distance of equation (15)."""
         if self.lengths is None:
             return relative_distance(self.latents.float())
         distances = []
@@ -189,7 +190,7 @@ class Trajectories:
 
 # %% ../../nbs/07_training/01_rollout.ipynb #287761c0
 def initial_noise(
-    policy: Policy,  # its `noise` has the shape of the latents
+    policy: Policy,  # its method `noise` draws noise of the latents' shape
     keys: Sequence[ImageKey],  # of each image
     shared_noise: bool = False,  # all images of an iteration start from the same noise
     # (T + 1, G) from `Sharing.noise_owners`: row 0 names the image of the group whose noise each image uses; None: its own
@@ -226,7 +227,7 @@ def step_noise(
     # its own
     noise_owner: Tensor | None = None,
 ) -> Tensor:  # (T, B, S, C) float32 on the CPU
-    """Draw the noise that each transition of each image adds."""
+    """Draw the noise of every transition of each image, before it is multiplied by the transition's standard deviation."""
     keys = as_image_keys(keys)
 
     def draw(key: ImageKey) -> Tensor:
@@ -262,7 +263,8 @@ def integrate(
     noise: Tensor | None = None,  # (T, B, S, C), of each transition; None: no noise
     # (step, latents, network sigma) -> velocity (B, S, C); None: call `policy.velocity`
     velocity: Callable[[int, Tensor, Tensor], Tensor] | None = None,
-    second_order: Tensor | None = None,  # (T,) of `multistep_weights`; None: the sampler's
+    # (T,) weights from `multistep_weights`; None: those of the sampler
+    second_order: Tensor | None = None,
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:  # next latents (B, S, C), their mean and std
     """Integrate from noise to image with the sampler's solver, and yield the latents after each of the T transitions.
 
@@ -306,7 +308,7 @@ def _velocity_per_shared_state(
     group_states: list[int],
     velocity_cache: dict[tuple, Tensor] | None,  # velocities of earlier batches, as in `sample_sde`
 ) -> Tensor:  # (B, S, C)
-    """Compute one velocity per distinct state, and return the velocity of each image's state."""
+    """Return the velocity of each image; images of a group in the same state share one forward pass."""
     states = [(*key.group, group_states[key.generation]) for key in keys]
     velocities = {}
     if velocity_cache:
@@ -401,7 +403,7 @@ def sample_sde(
 @torch.no_grad()
 def _first_velocities(
     policy: Policy,
-    conditioning: dict[str, Tensor],  # rows of `encode`, one per prompt
+    conditioning: dict[str, Tensor],  # output of `policy.encode`, one row per prompt
     noise: Tensor,  # (S, C), the initial noise of all images
     options: RolloutOptions,  # with `batch_size`, the largest number of prompts per forward pass
 ) -> Tensor:  # (P, S, C)
@@ -422,7 +424,7 @@ def _first_velocities(
 
 def _sde_batches_of_one_size(
     policy: Policy,
-    conditioning: dict[str, Tensor],  # rows of `encode`, one per prompt
+    conditioning: dict[str, Tensor],  # output of `policy.encode`, one row per prompt
     prompt_index: Tensor,  # (B,) index of each image's prompt in the conditioning
     keys: Sequence[ImageKey],  # of each image
     options: RolloutOptions,  # with a sampler of T steps, n of them stochastic
@@ -467,7 +469,7 @@ def _sde_batches_of_one_size(
 
 def sde_batches(
     policy: Policy,
-    conditioning: dict[str, Tensor],  # rows of `encode`, one per prompt
+    conditioning: dict[str, Tensor],  # output of `policy.encode`, one row per prompt
     prompt_index: Tensor,  # (B,) index of each image's prompt in the conditioning
     keys: Sequence[ImageKey],  # of each image
     options: RolloutOptions,  # with a sampler of T steps, n of them stochastic
@@ -509,7 +511,7 @@ def sde_batches(
 @torch.no_grad()
 def sample_trajectories(
     policy: Policy,
-    conditioning: dict[str, Tensor],  # rows of `encode`, one per prompt
+    conditioning: dict[str, Tensor],  # output of `policy.encode`, one row per prompt
     prompt_index: Tensor,  # (B,) long, index of each image's prompt in the conditioning
     keys: Sequence[ImageKey],  # of each image
     options: RolloutOptions,
@@ -557,12 +559,12 @@ def sample_trajectories(
 def complete_states(
     policy: Policy,
     conditioning: dict[str, Tensor],  # encoded prompts, one row per image
-    latents: Tensor,  # (B, S, C), the latents of trajectories before the transition with index levels[0]
+    latents: Tensor,  # (B, S, C), the states of trajectories at the noise level with index levels[0]
     options: RolloutOptions,  # of the rollout
     # (n + 1,) long, increasing: indices of the sampler's noise levels that the n steps visit; the last one is T
     levels: Tensor,
 ) -> Tensor:  # (B, S, C) at sigma 0
-    """Integrate the ODE from latents within trajectories to final latents, with the rollout's solver."""
+    """Integrate the ODE from states within trajectories to final latents, with the rollout's solver and storage dtype."""
     sampler = options.sampler
     batch_size = options.batch_size
     start = int(levels[0])
@@ -598,7 +600,7 @@ def _euler_steps(
     policy: Policy,
     prompt_embeds: dict[str, Tensor],  # encoded prompts, one row per image
     latents: Tensor,  # (B, S, C), the states before the first of the steps
-    grid: Tensor,  # (N+1,) sigmas
+    grid: Tensor,  # (N+1,) decreasing noise levels, from 1 to 0
     sampler: Sampler,  # the ODE on the grid
     steps: range,  # indices of the steps to take
 ) -> Tensor:  # (B, S, C)
@@ -612,9 +614,9 @@ def _euler_steps(
 @torch.no_grad()
 def sample_ode(
     policy: Policy,
-    conditioning: dict[str, Tensor],  # rows of `encode`, one per image
+    conditioning: dict[str, Tensor],  # output of `policy.encode`, one row per image
     noise: Tensor,  # (B, S, C) at sigma 1
-    grid: Tensor,  # (N+1,) sigmas
+    grid: Tensor,  # (N+1,) decreasing noise levels, from 1 to 0
     batch_size: int = 16,  # images per forward pass
     # step from which on the base's weights are used; None: never, 0: in all steps
     split: int | None = None,
@@ -681,7 +683,7 @@ def sample_images(
     policy: Policy,
     prompts: Sequence[str] | Mapping[int, str],  # the whole list, or at least those at `places`
     places: list[tuple[int, int]],  # the images to sample: (prompt's position, image's number) each
-    seed: int,  # of the evaluation
+    seed: int,  # of the noise, such as the setting `eval_seed`
     steps: int = 50,  # Euler steps of the ODE
     split: int | None = None,  # step from which on the base's weights are used; None: never
     batch: int = 16,  # images per forward pass
@@ -691,8 +693,8 @@ def sample_images(
 ) -> Tensor:  # (B, 3, H, W) in [0, 1], on the CPU
     """Sample images of held-out prompts, from noise that depends only on the seed, the prompt and the image's number.
 
-    Without a `sampler` the images follow the ODE; with one they are sampled as in a rollout, and `split` must be 0 or None.
-    Raises InputError if an image has no prompt, or if `split` does not fit the steps or the sampler.
+    Without a `sampler` the images follow the ODE; with one they are sampled as in a rollout, and `split` must be 0 or
+    None. Raises InputError if an image has no prompt, or if `split` does not fit the steps or the sampler.
     """
     # No training iteration has the number -1, so these keys differ from all keys of training.
     keys = [ImageKey(seed, -1, *place) for place in places]

@@ -63,8 +63,8 @@ class TrainingState:
     rewards: dict[str, Callable]
     method: Method
     run_id: str = ""  # from run.json, if there is one
-    records: Sequence[Mapping] = ()  # one per entry of `prompts`
-    held_out_records: Sequence[Mapping] = ()  # one per entry of `held_out`
+    records: Sequence[Mapping] = ()  # one per entry of `prompts`, for rewards that read records
+    held_out_records: Sequence[Mapping] = ()  # one per entry of `held_out`, likewise
     # image size in the record of each entry of `prompts`; None: the record has none
     prompt_sizes: Sequence[int | tuple[int, int] | None] = ()
     # scores images while the policy samples the next batch
@@ -73,7 +73,7 @@ class TrainingState:
     policy: Policy = SET_LATER  # an iteration changes this field and those below
     optimizer: torch.optim.Optimizer = SET_LATER
     scaler: torch.amp.GradScaler | None = None  # scales the loss, with `dtype` float16
-    ema: EMAModel | None = None
+    ema: EMAModel | None = None  # moving average of the trained weights, with the setting `ema`
     # reference weights that the method keeps, in the order of `policy.trained`, keyed by the reference's name
     reference_weights: dict[str, list[Tensor]] = field(default_factory=dict)
     profile: Tensor | None = (
@@ -130,7 +130,7 @@ class TrainingState:
         iteration: int,  # 0, 1, ...
         prompt: int,  # position in the list of prompts
     ) -> int | tuple[int, int]:  # side length or (height, width), pixels
-        """Return the size of a prompt's images in an iteration: that of the prompt's record, or a drawn one."""
+        """Return the size of a prompt's images in an iteration: that in the prompt's record, or else a random one."""
         prompt_size = self.prompt_sizes[prompt] if self.prompt_sizes else None
         if prompt_size is not None:
             return prompt_size
@@ -173,7 +173,7 @@ class TrainingState:
         self,
         positions: Sequence[int],  # in the list of prompts, one per image
     ) -> list[Mapping] | None:  # one per position; None: the prompts have no records
-        """Return the records of prompts, which some rewards use."""
+        """Return the records of prompts, which some rewards read in addition to the text."""
         return [self.records[p] for p in positions] if self.records else None
 
     def sampled_prompts(self) -> list[str]:
@@ -195,11 +195,11 @@ class TrainingState:
 
 # %% ../../nbs/07_training/09_state.ipynb #7942dc80
 def make_accelerator(
-    tracker: str | None,  # name of the tracker that gets the metrics; None: no tracker
+    tracker: str | None,  # tracker that gets the metrics, such as tensorboard; None: no tracker
     run: Path,  # the run folder
     device: str = "auto",  # auto, cpu or cuda
 ) -> Accelerator:
-    """Create the accelerator of a run, which ignores accelerate's environment variables."""
+    """Create the `Accelerator` that manages a run's processes; accelerate's environment variables are ignored."""
     timeout = InitProcessGroupKwargs(timeout=trainable.PROCESS_TIMEOUT)
     with without_foreign_settings():
         return Accelerator(

@@ -34,10 +34,10 @@ from .update import update_policy
 
 # %% ../../nbs/07_training/17_trainer.ipynb #fd7eb297
 def train_iteration(state: TrainingState) -> dict:  # the iteration's metrics
-    """Run one iteration: sample and score groups, update the policy, and return the line of metrics.
+    """Run one iteration: sample and score groups, update the policy, and return the line of metrics, keyed by metric.
 
-    The caller writes the line and the checkpoint. Every process must call this function. Raises InputError if an
-    advantage or a log-probability is infinite or NaN.
+    The line includes scores of held-out prompts if an evaluation is due. The caller writes the line and the checkpoint.
+    Every process must call this function. Raises InputError if an advantage or a log-probability is infinite or NaN.
     """
     settings = state.settings
     start = time.perf_counter()
@@ -97,8 +97,8 @@ def train_run(
 ) -> None:
     """Train a policy from the base or from the newest intact checkpoint, and write its weights to `final/`.
 
-    Every process of the run must call this function. Raises InputError if the settings, a checkpoint or the training fails
-    a check.
+    Every process of the run must call this function. Raises InputError if the settings, a checkpoint or the training
+    fails a check.
     """
     state = prepare_state(settings, Path(run))
     log = log if state.accelerator.is_main_process else lambda text: None

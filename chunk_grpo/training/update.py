@@ -71,9 +71,9 @@ def _equalize_forwards(
     accelerator: Any,
     update_batches: list[UpdateBatch],  # of this process, one per update
 ) -> list[UpdateBatch]:
-    """Set the numbers of idle forward passes so that all processes run equally many, as sharded weights require.
+    """Return copies of the batches with as many `idle_forwards` as give all processes equally many forward passes.
 
-    If an update needs a two-pass gradient in one process, it gets one in all processes.
+    Sharded weights require this. If an update needs a two-pass gradient in one process, it gets one in all processes.
     """
     local = torch.tensor(
         [
@@ -96,7 +96,7 @@ def _equalize_forwards(
 
 def build_update_batches(
     state: TrainingState,
-    rollout: Rollout,  # of this iteration
+    rollout: Rollout,  # of this iteration, with the trajectories of B images
 ) -> tuple[list[UpdateBatch], list[float | None]]:
     """Build the update batch of each update, and count the chunk samples over which its objective is averaged.
 
@@ -179,7 +179,7 @@ def check_weights_have_gradients(
     policy: Policy,  # after a backward pass
     processes: int,  # number of processes that exchange gradients
 ) -> None:
-    """Raise InputError if a trained weight has no gradient although other processes wait for it."""
+    """Raise InputError if several processes exchange gradients but a trained weight has none, so the others would wait."""
     named = policy.transformer.named_parameters() if processes > 1 else ()
     without_gradient = [name for name, p in named if p.requires_grad and p.grad is None]
     if without_gradient:
@@ -259,8 +259,8 @@ def step_optimizer(state: TrainingState) -> float:  # norm of the gradients, bef
 class Update:
     """Hold the batches and measurements of an iteration's optimizer steps in this process, one entry per step."""
 
-    batches: list[UpdateBatch]
-    stats: list[UpdateStats]
+    batches: list[UpdateBatch]  # transitions and chunk samples of each step
+    stats: list[UpdateStats]  # measurements of each step
     # norms of the gradients before clipping; a step whose norm is infinite or NaN was skipped
     norms: list[float]
     # the two numbers of `measure_ratio_errors` in the first iteration, otherwise empty

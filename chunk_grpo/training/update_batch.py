@@ -41,17 +41,21 @@ class UpdateBatch:
     batches: list[Tensor]  # transitions of each forward pass, as numbers from 0 to M-1
     chunk_samples_fit: bool  # True: no chunk sample is split between batches
     weight: Tensor | None = None  # (N,) weight of each chunk sample in the objective; None: all 1
-    # number of extra passes without effect, so that all processes with sharded weights run equally many
+    # number of extra forward and backward passes without effect, which let all processes run equally many if weights are
+    # sharded
     idle_forwards: int = 0
 
 # %% ../../nbs/07_training/07_update_batch.ipynb #d60b1160
 def _split_into_batches(
     chunk_sample_ids: Tensor,  # (M,) number of each transition's chunk sample
     image_index: Tensor,  # (M,) position of each transition's image in the trajectories
-    limit: int,  # largest number of transitions in a batch
+    limit: int,  # largest number of transitions in a batch, at least 1
     sizes: Sequence[int | tuple[int, int]] | None,  # of every image; None: all are equal
 ) -> list[Tensor]:  # transitions of each batch, as numbers from 0 to M-1
-    """Split transitions into batches with `split_into_batches`, so that all images of a batch have the same size."""
+    """Split transitions into batches of at most `limit`, each with whole chunk samples and images of one size.
+
+    Only a chunk sample with more than `limit` transitions is itself split.
+    """
     if sizes is None:
         return split_into_batches(chunk_sample_ids, limit)
     size_of_transition = [sizes[b] for b in image_index.tolist()]
@@ -70,7 +74,8 @@ def build_update_batch(
     chunks: Chunks | Sequence[Chunks],  # the same chunks for all B images, or those of each image
     limit: int,  # largest number of transitions in a forward pass
     weights: Tensor | None = None,  # (T,) weight of each transition in the objective; None: all 1
-    trainable_steps: Tensor | None = None,  # (n,) indices of the trainable steps; None: the first n
+    # (n,) indices of the trainable steps, which the chunks divide; None: 0 ... n - 1
+    trainable_steps: Tensor | None = None,
     # (height, width) or side length of each of the B images, pixels; None: all are equal
     sizes: Sequence[int | tuple[int, int]] | None = None,
 ) -> UpdateBatch:
