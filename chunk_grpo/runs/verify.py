@@ -123,7 +123,12 @@ def _difference_share(
     line: Mapping,  # the run's metrics of the same iteration
     settings: Settings,  # settings of the run
 ) -> float:  # 0: equal, above 1: too large, inf: no difference is allowed
-    """Compute the difference of two values of a metric, as a fraction of the allowed difference."""
+    """Compute the difference of two values of a metric, as a fraction of the allowed difference.
+
+    Allowed are 0 for integers and `lr`, a tenth of the clip range for ratios, 0.1 for `clip_fraction`, and otherwise
+    1e-3 (float32), 1e-2 (float16) or 5e-2 (bfloat16) of the larger value, or of the reward's standard deviation if that
+    is larger. A list has the largest fraction of its elements.
+    """
     if value == repeated_value:
         return 0.0
     are_lists = isinstance(value, list) and isinstance(repeated_value, list)
@@ -215,7 +220,7 @@ def find_condition_differences(
     run: Path,  # the run folder
     repetition: Path,  # the folder of the repetition
 ) -> dict[str, tuple]:  # name -> (value of the run, value of the repetition)
-    """Find the recorded conditions in which a run and its repetition differ."""
+    """Find the conditions in which a run and its repetition differ: versions, packages, code, machine and inputs."""
     conditions = _recorded_conditions(run)
     repeated_conditions = _recorded_conditions(repetition)
     differences = {}
@@ -261,7 +266,7 @@ def _recorded_conditions(run: Path) -> dict:  # name -> value
 
 
 def _recorded_packages(run: Path) -> dict[str, str]:  # name -> version
-    """Read the packages with which the run began; return an empty dictionary if it recorded none."""
+    """Read the package versions at the start of the run; return an empty dictionary if it recorded none."""
     lists = machine.package_lists(run)
     if not lists:
         return {}
@@ -314,7 +319,10 @@ def verify_run(
 ) -> dict:  # keys: run, answer, iterations, changed, unknown, deviations, weights, differences
     """Check whether repeating a run gives its recorded numbers, and whether its files were changed.
 
-    The answer is "identical", "within tolerance" or "differs". Raises InputError if the run cannot be repeated.
+    `answer` is "identical", "within tolerance" or "differs". `changed` has a sentence per changed file, and `unknown` one
+    per thing that could not be checked. `deviations` are the rows of `compare_lines`, `weights` is the result of
+    `weights_difference` (None unless the whole run was repeated), and `differences` that of `find_condition_differences`.
+    Raises InputError if the run is not trusted or cannot be repeated.
     """
     run_folder.check_trust(run, trust, action="verifying")
     run_info = run_folder.read_run_info(run)
