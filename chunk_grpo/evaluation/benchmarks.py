@@ -163,7 +163,11 @@ class BenchmarkTask:
         out: Path,  # the benchmark's folder
         inputs: ScoringInputs,  # what `check_inputs` has accepted
     ) -> dict:  # part of summary.json: `rewards`, or `overall` with the benchmark's own measure
-        """Score the images of all arms and compare the arms."""
+        """Score the images of all arms and compare the arms.
+
+        The base class returns `rewards`, the result of `summarise_evaluation`. A subclass returns `overall`, the result of
+        `compare_arms`, and further entries.
+        """
         records = _score_with_rewards(
             task=self, arms=arms, scorers=inputs.scorers, out=out, log=inputs.log
         )
@@ -182,7 +186,7 @@ class GenEvalTask(BenchmarkTask):
         source: str | Path | None = None,  # a file of prompts; None: the shipped prompts
         samples: int | None = None,  # images per prompt; None: 4
     ) -> Self:
-        """Read the prompts and their metadata."""
+        """Read the prompts and their metadata, and return the task."""
         records = tuple(geneval.read_geneval_prompts(source))
         return cls(
             name="geneval",
@@ -276,7 +280,7 @@ class WISETask(BenchmarkTask):
         cls,
         source: str | Path,  # a checkout of PKU-YuanGroup/WISE
     ) -> Self:
-        """Read the prompts with their categories and ids."""
+        """Read the prompts with their categories and ids, and return the task."""
         items, _ = judged.read_wise_prompts(Path(source))
         return cls(
             name="wise",
@@ -292,7 +296,7 @@ class WISETask(BenchmarkTask):
         judged.read_rubric(inputs.tools.get("rubric"))
 
     def score(self, arms: Mapping[str, Path], out: Path, inputs: ScoringInputs) -> dict:
-        """Judge the images of all arms with WISE."""
+        """Judge the images of all arms with WISE, and return the summary of `evaluate_wise`."""
         return judged.evaluate_wise(
             checkout=Path(inputs.source),
             images=arms,
@@ -314,7 +318,7 @@ class DPGTask(BenchmarkTask):
         cls,
         source: str | Path,  # dpg_bench.csv of TencentQQGYLab/ELLA
     ) -> Self:
-        """Read the prompts with their ids."""
+        """Read the prompts with their ids, and return the task."""
         items, _ = judged.read_dpg_prompts(Path(source))
         return cls(
             name="dpg",
@@ -328,7 +332,7 @@ class DPGTask(BenchmarkTask):
         _check_judge(self.name, inputs.tools)
 
     def score(self, arms: Mapping[str, Path], out: Path, inputs: ScoringInputs) -> dict:
-        """Ask the judge the questions of DPG-Bench about the images of all arms."""
+        """Judge the images of all arms with DPG-Bench, and return the summary of `evaluate_dpg`."""
         return judged.evaluate_dpg(
             file=Path(inputs.source),
             images=arms,
@@ -432,7 +436,8 @@ def prepare_benchmark(
 ) -> tuple[setting.Settings, dict[str, int | None]]:  # settings, and arm -> split
     """Return the settings and arms of a benchmark, and write its manifest if there is none.
 
-    Raises InputError if the run is not finished, or if the folder's images were sampled with other settings or weights.
+    The manifest, manifest.json, records the prompts, settings and weights of the images. Raises InputError if the run is not
+    finished, or if the folder's images were sampled with other settings or weights.
     """
     find_trained_weights(run)
     settings = evaluation_settings(run, changes)

@@ -234,7 +234,7 @@ def load_colour_classifier(
     device: str | torch.device = "cpu",
     # (image, objects, class name) -> colour of each object
 ) -> Callable[[Image.Image, Sequence[DetectedObject], str], list[str]]:
-    """Load a CLIP and return a function that classifies the colours of objects.
+    """Load a CLIP and return a function that classifies the colour of each object, as one of `GENEVAL_COLOURS`.
 
     Raises InputError if the CLIP cannot be loaded.
     """

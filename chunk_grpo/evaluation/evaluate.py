@@ -389,7 +389,7 @@ def check_evaluation_changes(
     training_settings: setting.Settings,  # settings with which the run was trained
     settings: setting.Settings,  # settings of the evaluation
 ) -> None:
-    """Raise InputError if an evaluation changes a setting that cannot change after training."""
+    """Raise InputError if an evaluation changes another setting than those in `_EVALUATION_CHANGEABLE_FIELDS`."""
     for name in setting.diff_settings(training_settings, settings):
         if name not in _EVALUATION_CHANGEABLE_FIELDS:
             raise InputError(

@@ -166,7 +166,7 @@ def _find_fault(
     # (objects, class name) -> colour of each object
     classify_colours: Callable[[Sequence[DetectedObject], str], list[str]],
 ) -> str:  # empty if the clause is met
-    """Check whether an image meets a clause of its prompt, and return the first fault in GenEval's wording."""
+    """Check whether an image meets a clause of its prompt; return the first fault, such as "expected cup>=3, found 2"."""
     name = clause["class"]
     count = clause["count"]
     colour = clause.get("color")
@@ -408,7 +408,7 @@ def evaluate_geneval(
 # %% ../../nbs/10_evaluation/04_geneval.ipynb #f69c105c
 @dataclass(frozen=True)
 class GenEvalReward:
-    """Score images with GenEval's detector and rule, as a reward that takes the record of each prompt."""
+    """Score images with GenEval's detector and rule; a reward that takes GenEval's metadata as the record of each prompt."""
 
     detect: Callable[[Image.Image], Sequence[DetectedObject]]  # image -> its objects
     # (image, objects, class name) -> colour of each object
@@ -453,7 +453,7 @@ def load_geneval_reward(
     device: str = "auto",  # auto, cpu, cuda or cuda:0 ...
     partial: bool = False,  # True: score the share of clauses that are met; False: score 1 or 0
 ) -> GenEvalReward:  # (images, prompts, records) -> scores
-    """Load GenEval's detector and colour classifier as a reward.
+    """Load GenEval's detector and colour classifier, and return them as a reward.
 
     Raises InputError if weights are missing or an option is not allowed.
     """

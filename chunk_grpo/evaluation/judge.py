@@ -487,7 +487,7 @@ def parse_rating(
 
 @dataclass(frozen=True)
 class JudgeReward:
-    """Ask a judge to score each image, as a reward that takes the record of each prompt."""
+    """Score each image with the number that a judge answers; a reward that takes the record of each prompt."""
 
     judge: Judge  # the model, and how to send requests to it
     rubric: str  # the question, with {prompt} and perhaps other fields of the record
@@ -590,7 +590,7 @@ def load_judge_reward(
     unread: float | None = None,
     ask: bool = True,  # whether to ask one question about a grey image now, which detects a wrong address
 ) -> JudgeReward:  # (images, prompts, records) -> scores
-    """Load a judge as a reward.
+    """Return a reward whose score is the number that a judge answers, on the scale from `lowest` to `highest`.
 
     Raises InputError if an option is wrong or the judge does not answer.
     """
@@ -630,7 +630,7 @@ def load_unifiedreward(
     unread: float | None = None,
     ask: bool = True,  # whether to ask one question about a grey image now, which detects a wrong address
 ) -> JudgeReward:  # (images, prompts, records) -> scores
-    """Load UnifiedReward behind an endpoint as a reward, with scores from 1 to 5.
+    """Return a reward that asks UnifiedReward behind an endpoint, with scores from 1 to 5.
 
     Raises InputError if an option is wrong or the judge does not answer.
     """
@@ -657,7 +657,7 @@ def load_unifiedreward(
 def _read_question(
     file: str,  # the option `rubric`
 ) -> str:
-    """Read the text of a question; raise InputError if it cannot be read or has no {prompt}."""
+    """Read a rubric, the text of the question, from a file; raise InputError if it cannot be read or has no {prompt}."""
     check_regular_file(file, "`rubric`")
     try:
         text = Path(file).read_text(encoding="utf-8").strip()

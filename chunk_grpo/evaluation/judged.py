@@ -377,11 +377,11 @@ def evaluate_wise(
         return {"": _fill_rubric(text, item)}
 
     def parse_answer(answer: str) -> dict[str, int] | None:
-        """Read the three ratings from an answer."""
+        """Read the three ratings from an answer, keyed by scale; return None if they cannot be read."""
         return parse_scale_scores(answer, WISCORE_SCALES, 2)
 
     def score_answers(item: JudgedPrompt, parsed: list) -> dict:
-        """Return the ratings, WiScore and category of an image."""
+        """Return the ratings (`parts`), WiScore (`scores`) and `category` of an image."""
         (ratings,) = parsed
         return {
             "parts": ratings,
@@ -484,7 +484,7 @@ def evaluate_dpg(
         return {f"/{p.number}": DPG_QUESTION.format(question=p.question) for p in item.propositions}
 
     def score_answers(item: JudgedPrompt, answers: list) -> dict:
-        """Return the share of questions that count, which ones count, and which ones were answered yes."""
+        """Return the share of questions that count (`scores`), which ones count (`objects`), and which ones have a yes."""
         numbers = (p.number for p in item.propositions)
         counts = apply_dependencies(item, dict(zip(numbers, answers, strict=True)))
         return {

@@ -103,8 +103,9 @@ def evaluation_parts(
 ) -> list[tuple[str, int, int]]:  # arm, first image, last image plus 1
     """Divide an evaluation into parts of `rollout_batch` consecutive images, arm by arm.
 
-    A part holds all images of its prompts, because a reward that compares the images of a prompt needs them all. If a prompt
-    has more than `rollout_batch` images, a part is larger than `rollout_batch`.
+    The images of an arm are numbered prompt by prompt, with `eval_images` for each prompt. A part holds all images of its
+    prompts, because a reward that compares the images of a prompt needs them all. If a prompt has more than `rollout_batch`
+    images, a part is larger than `rollout_batch`.
     """
     image_count = prompt_count * settings.eval_images
     size = max(1, settings.rollout_batch // settings.eval_images) * settings.eval_images

@@ -252,9 +252,10 @@ def check_new_folder(
 def _hash_current_code(
     run: str | Path,  # the run folder
 ) -> dict:  # hashes, keyed as in `find_code`, and folders, keyed by "environment: REWARD"
-    """Hash the code that a run names, as it is now, and resolve the reward environments named by a relative path.
+    """Hash the code that a run names, as it is now, and resolve the relative paths of reward environments.
 
-    Returns an empty dictionary if the settings cannot be read, since then nothing can be executed.
+    Code that does not exist has the hash "not found". Returns an empty dictionary if the settings cannot be read, since
+    then nothing can be executed.
     """
     # Do not repeat the warning about settings of another version, which other readers of the run give.
     with warnings.catch_warnings():

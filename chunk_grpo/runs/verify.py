@@ -103,7 +103,10 @@ def find_changes(
     run: Path,  # the run folder
     run_info: Mapping,  # content of its run.json
 ) -> tuple[list[str], list[str]]:  # changes, and what could not be checked, in sentences
-    """Find everything in a run folder that was changed after it was written."""
+    """Find the checkpoints, final weights, settings and metrics of a run that were changed after they were written.
+
+    A change is a sentence, such as "final/pytorch_lora_weights.safetensors is missing".
+    """
     folders = checkpoints.list_checkpoints(run)
     changes = [text for folder in folders for text in _checkpoint_changes(run, folder, run_info)]
     unchecked = [] if folders else ["there are no checkpoints to compare"]
@@ -194,7 +197,8 @@ def weights_difference(
 ) -> float:  # 0: bit-identical; above 1: too large
     """Compute the root mean square difference of two sets of weights, as a fraction of the allowed difference.
 
-    The allowed difference is a tenth of the learning rate per update. Different names or shapes give infinity.
+    The allowed difference is 0.1 * learning rate * updates per iteration * iterations. Different names or shapes give
+    infinity.
     """
     names = sorted(file.name for file in folder.glob("*.safetensors"))
     if names != sorted(file.name for file in other_folder.glob("*.safetensors")):
@@ -280,7 +284,8 @@ def repeat_run(
     iterations: int,  # number of iterations to repeat, from the first
     processes: int,  # number of processes on this machine
     folder: Path,  # folder for the repetition; must be new
-    on_log: Callable | None = None,  # called with each line of metrics and the settings
+    # called with each line of metrics and the settings, if there is only one process
+    on_log: Callable | None = None,
 ) -> Path:  # the folder of the repetition
     """Train the first iterations of a run again in a new folder; raise InputError if that fails."""
     # These settings only control files that the comparison does not read.
@@ -314,7 +319,8 @@ def verify_run(
     run: Path,  # the run folder, finished or not
     iterations: int = 2,  # number of iterations to repeat, at most those that the run has
     processes: int = 0,  # number of processes; 0: as many as the run had, or 1 if it had several machines
-    on_log: Callable | None = None,  # called with each line of metrics and the settings
+    # called with each line of metrics and the settings, if there is only one process
+    on_log: Callable | None = None,
     trust: bool = False,  # whether to execute the code that a run from elsewhere names
 ) -> dict:  # keys: run, answer, iterations, changed, unknown, deviations, weights, differences
     """Check whether repeating a run gives its recorded numbers, and whether its files were changed.
@@ -388,7 +394,7 @@ def verification_lines(
     verification: Mapping,  # result of `verify_run`
     limit: int = 5,  # largest number of deviations to list
 ) -> list[str]:
-    """Describe the result of `verify_run` in lines of text that begin with the answer."""
+    """Describe the result of `verify_run` in lines of text, the first of which begins with the answer."""
     rows = verification["deviations"]
     weights = verification["weights"]
     repeated = f"iterations 0 to {verification['iterations']}"
