@@ -46,7 +46,7 @@ ProcessesOption = Annotated[
 
 # %% ../../nbs/14_cli/00_console.ipynb #6f3b83da
 def split_commas(text: str) -> list[str] | None:
-    """Split an option's text at its commas; return None if it is empty."""
+    """Split an option's text at its commas, such as "a, b" to ["a", "b"]; return None if it has no words."""
     return [word.strip() for word in text.split(",") if word.strip()] or None
 
 
@@ -71,7 +71,7 @@ def parse_numbers(
 
 
 def resolution_to_yaml(text: str | None) -> str | None:  # text: such as 512, or 768,1024
-    """Convert the text of an option to the YAML value of the setting `resolution`; None stays None."""
+    """Convert an option to YAML for the setting `resolution`: 512 stays 512, 768,1024 becomes [768,1024], None stays None."""
     return f"[{text}]" if text and "," in text else text
 
 # %% ../../nbs/14_cli/00_console.ipynb #187520a3
@@ -79,7 +79,7 @@ def check_output_file(
     option: str,  # its name without dashes, for the error
     text: str,  # the file as the user wrote it
 ) -> Path:
-    """Return the file that an option names; raise InputError unless it can be written."""
+    """Return the path of the file that an option names; raise InputError if it is a folder or cannot be written."""
     if text.endswith(os.sep):
         raise InputError(f"`--{option}` must be a file; {text} names a folder")
     files.check_outside_runs(Path(text), f"`--{option}`")
@@ -110,7 +110,7 @@ def print_rows(table: list[tuple[str, str]]) -> None:  # table: (name, text) per
 
 
 def escape_control_characters(text: str) -> str:
-    """Escape the control characters in a text, so that the files of a run cannot control the terminal."""
+    """Escape the control characters in a text except newline and tab, so that a run's files cannot control the terminal."""
     return "".join(
         c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text
     )
@@ -133,7 +133,7 @@ def format_examples(
 def exit_if_interrupted(
     resume_hint: Callable[[], str] = str,  # returns how to resume; "" prints nothing
 ) -> Iterator[None]:
-    """End the command with an exit code if the block is interrupted by Ctrl-C or SIGTERM, and print how to resume."""
+    """If Ctrl-C or SIGTERM interrupts the block, print how to resume and end the command with exit code 130 or 143."""
     try:
         yield
     except (KeyboardInterrupt, SystemExit) as error:
@@ -168,7 +168,7 @@ def rewrap_stream(
     byte_class: type = BestEffortFile,  # class that writes the bytes
     text_class: type = EscapingTextStream,  # class that writes the text
 ):
-    """Wrap the file of a stream in a new text stream; return `stream` itself if it has no file."""
+    """Return a new text stream that writes to the same file as `stream`; return `stream` itself if it has no file."""
     try:
         raw_file = byte_class(stream.fileno(), "w", closefd=False)
     except (AttributeError, OSError, ValueError):

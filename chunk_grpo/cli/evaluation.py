@@ -38,7 +38,7 @@ def evaluate_with_progress(
     processes: int = 0,  # 0: as many as the run had
     log: Callable[[str], None] = typer.echo,  # called with each line of progress
     trust: bool = False,  # execute code that a run from another machine names
-) -> dict:
+) -> dict:  # content of evaluation/summary.json
     """Evaluate a run on its held-out prompts, print lines of progress, and return the summary.
 
     If it is interrupted, it prints how to resume and ends the command.
@@ -77,7 +77,7 @@ def evaluate_heldout(
 def format_mean_and_interval(
     row: dict,  # of a summary, keyed by mean, lo and hi
 ) -> str:
-    """Format a mean with its interval; without it if there was only one prompt."""
+    """Format a mean with its interval, such as "0.5000 (0.4000 to 0.6000)", or with a note if one prompt gives no interval."""
     if row["lo"] is None or row["hi"] is None:
         return f"{row['mean']:.4f} (one prompt gives no interval)"
     return "{mean:.4f} ({lo:.4f} to {hi:.4f})".format(**row)

@@ -73,7 +73,7 @@ def _describe_reward_files(
 
 
 def _describe_model(
-    hub_id: str,
+    hub_id: str,  # such as black-forest-labs/FLUX.1-dev
     licence: str,  # ends with ", gated" if the hub asks you to accept it
 ) -> str:
     """State the licence of a base model, and whether it is complete in the hub's cache or how to get it."""
@@ -100,7 +100,7 @@ def _describe_package(
     import_name: str,  # its name for `import`
     pip_name: str,  # its name for `pip install`
 ) -> str:
-    """State the version of an optional package, or the command that installs it."""
+    """State the version of an optional package, such as "ready, 0.48.1", or the command that installs it."""
     if importlib.util.find_spec(import_name) is None:
         return f"missing: pip install {pip_name}"
     try:

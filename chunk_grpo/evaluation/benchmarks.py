@@ -65,10 +65,11 @@ from ..runs.run_folder import check_run_inputs, check_trust, run_origin
 # %% ../../nbs/10_evaluation/08_benchmarks.ipynb #ea6d0e93
 @dataclass(frozen=True)
 class ScoringInputs:
-    """Hold what is needed to score the images of a benchmark."""
+    """Hold what `BenchmarkTask.score` needs: rewards or other tools, and the source of the prompts."""
 
     scorers: Mapping[str, Callable] | None = None  # rewards, keyed by name
-    tools: Mapping = field(default_factory=dict)  # keyed as in the task's `tool_names`
+    # such as a detector or a judge, keyed as in the task's `tool_names`
+    tools: Mapping = field(default_factory=dict)
     source: str | Path | None = None  # file or folder of the prompts
     log: Callable[[str], None] = lambda text: None  # called with progress messages
 
@@ -78,7 +79,7 @@ class BenchmarkTask:
     """Define what a benchmark samples and how its images are scored; this base class scores with rewards."""
 
     name: str  # name of the benchmark and of its folder
-    prompts: tuple[str, ...]
+    prompts: tuple[str, ...]  # texts, in the order of the benchmark
     samples: int  # images per prompt
     categories: tuple[str, ...] = ()  # category of each prompt; empty: there are none
     file_names: tuple = ()  # name of each prompt's image file, without suffix; empty: files are numbered
@@ -146,7 +147,7 @@ class BenchmarkTask:
             )
 
     def check_inputs(self, inputs: ScoringInputs) -> None:
-        """Raise InputError unless everything needed to score the images is given."""
+        """Raise InputError unless everything needed to score the images is given; the base class needs rewards."""
         if not inputs.scorers:
             raise InputError(f"`rewards` must name the rewards that score {self.name}; got none")
 
@@ -162,7 +163,11 @@ class BenchmarkTask:
         out: Path,  # the benchmark's folder
         inputs: ScoringInputs,  # what `check_inputs` has accepted
     ) -> dict:  # part of summary.json: `rewards`, or `overall` with the benchmark's own measure
-        """Score the images of all arms and compare the arms."""
+        """Score the images of all arms and compare the arms.
+
+        The base class returns `rewards`, the result of `summarise_evaluation`. A subclass returns `overall`, the result of
+        `compare_arms`, and further entries.
+        """
         records = _score_with_rewards(
             task=self, arms=arms, scorers=inputs.scorers, out=out, log=inputs.log
         )
@@ -181,7 +186,7 @@ class GenEvalTask(BenchmarkTask):
         source: str | Path | None = None,  # a file of prompts; None: the shipped prompts
         samples: int | None = None,  # images per prompt; None: 4
     ) -> Self:
-        """Read the prompts and their metadata."""
+        """Read the prompts and their metadata, and return the task."""
         records = tuple(geneval.read_geneval_prompts(source))
         return cls(
             name="geneval",
@@ -258,7 +263,7 @@ def _check_judge(
     name: str,  # name of the benchmark
     tools: Mapping,  # see `ScoringInputs`
 ) -> None:
-    """Raise InputError unless a judge is given and its address and key are valid."""
+    """Raise InputError unless `tools` has a judge whose parameters and key are valid."""
     if not tools.get("judge"):
         raise InputError(f"`judge` must have an address and a model for {name}; got none")
     tools["judge"].api_key()
@@ -275,7 +280,7 @@ class WISETask(BenchmarkTask):
         cls,
         source: str | Path,  # a checkout of PKU-YuanGroup/WISE
     ) -> Self:
-        """Read the prompts with their categories and ids."""
+        """Read the prompts with their categories and ids, and return the task."""
         items, _ = judged.read_wise_prompts(Path(source))
         return cls(
             name="wise",
@@ -291,7 +296,7 @@ class WISETask(BenchmarkTask):
         judged.read_rubric(inputs.tools.get("rubric"))
 
     def score(self, arms: Mapping[str, Path], out: Path, inputs: ScoringInputs) -> dict:
-        """Judge the images of all arms with WISE."""
+        """Judge the images of all arms with WISE, and return the summary of `evaluate_wise`."""
         return judged.evaluate_wise(
             checkout=Path(inputs.source),
             images=arms,
@@ -313,7 +318,7 @@ class DPGTask(BenchmarkTask):
         cls,
         source: str | Path,  # dpg_bench.csv of TencentQQGYLab/ELLA
     ) -> Self:
-        """Read the prompts with their ids."""
+        """Read the prompts with their ids, and return the task."""
         items, _ = judged.read_dpg_prompts(Path(source))
         return cls(
             name="dpg",
@@ -327,7 +332,7 @@ class DPGTask(BenchmarkTask):
         _check_judge(self.name, inputs.tools)
 
     def score(self, arms: Mapping[str, Path], out: Path, inputs: ScoringInputs) -> dict:
-        """Ask the judge the questions of DPG-Bench about the images of all arms."""
+        """Judge the images of all arms with DPG-Bench, and return the summary of `evaluate_dpg`."""
         return judged.evaluate_dpg(
             file=Path(inputs.source),
             images=arms,
@@ -347,11 +352,12 @@ _SOURCE_DESCRIPTIONS = {
 
 
 def load_benchmark_task(
-    name: str,  # geneval, a key of `_SOURCE_DESCRIPTIONS`, or a file of prompts
+    # geneval, hpd-test400, hpd-bench3200, wise, dpg, a list of the pocket world such as pocket:test, or a file of prompts
+    name: str,
     source: str | Path | None = None,  # the user's file, folder or checkout with the prompts
     samples: int | None = None,  # images per prompt; None: the benchmark's own number
 ) -> BenchmarkTask:
-    """Load a benchmark by its name.
+    """Load a benchmark by its name: its prompts, the number of images per prompt, and how they are scored.
 
     Raises InputError if the name is unknown, if its prompts are missing, or if an option has no effect on the benchmark. The
     error about missing prompts states where to get them.
@@ -411,7 +417,8 @@ def _name_of_prompt_list(
 ) -> str:
     """Build the name of a benchmark from the path of a user's prompt list.
 
-    If the file has the name of a known benchmark, a suffix is added, because that benchmark's rules do not apply to the list.
+    It is the file's name without suffix, such as stars for stars.txt. If that is the name of a known benchmark, the suffix is
+    added with a hyphen, because that benchmark's rules do not apply to the list. A column is added, too.
     """
     name = Path(path).stem.replace("pocket:", "pocket-")
     if name.lower() in ("geneval", *_SOURCE_DESCRIPTIONS):
@@ -429,7 +436,8 @@ def prepare_benchmark(
 ) -> tuple[setting.Settings, dict[str, int | None]]:  # settings, and arm -> split
     """Return the settings and arms of a benchmark, and write its manifest if there is none.
 
-    Raises InputError if the run is not finished, or if the folder's images were sampled with other settings or weights.
+    The manifest, manifest.json, records the prompts, settings and weights of the images. Raises InputError if the run is not
+    finished, or if the folder's images were sampled with other settings or weights.
     """
     find_trained_weights(run)
     settings = evaluation_settings(run, changes)
@@ -519,8 +527,9 @@ def _score_with_rewards(
 ) -> list[dict]:  # one record per image, arm by arm
     """Score the images that have no score yet, append their records to a file, and return all records.
 
-    If a reward takes the records of prompts, images of a changed record are scored again. If a reward compares the images of
-    a prompt, they are scored together. Raises InputError if the folder has scores from other rewards.
+    A record has the keys arm, prompt_index, image_index, prompt, file, image_sha256, category and scores, and record_sha256
+    if a reward takes the records of prompts. Images whose file or record has changed are scored again. If a reward compares
+    the images of a prompt, they are scored together. Raises InputError if the folder has scores from other rewards.
     """
     file = Path(out) / "scores.jsonl"
     image_indices = task.image_indices()
@@ -607,8 +616,11 @@ def score_benchmark(
     # keyed by detector, clip and device for GenEval, by judge and rubric for WISE, by judge for DPG-Bench
     tools: Mapping | None = None,
     log: Callable[[str], None] = lambda text: None,  # called with progress messages
-) -> dict:  # content of summary.json
-    """Score the images of a benchmark with its own scorer, write summary.json, and return it.
+) -> dict:  # the summary
+    """Score the images of a benchmark with its own scorer, write summary.json, and return its content.
+
+    The keys are those of the task's `score`, and name, images_per_prompt, n_prompts, folders (arm -> folder), first (the
+    first image of each prompt) and paper (the paper's rows).
 
     Raises InputError if an image, a tool or a reward is missing or has no effect, or if a reward cannot score a prompt.
     """
@@ -644,7 +656,11 @@ def score_benchmark(
 def benchmark_table(
     summary: Mapping,  # content of a benchmark's summary.json
 ) -> pd.DataFrame:  # one row per measure and arm, and the paper's rows
-    """Tabulate the mean score of every measure and arm, its difference to the base, and the paper's numbers."""
+    """Tabulate the mean score of every measure and arm, its difference from the base, and the paper's numbers.
+
+    The columns are measure, arm, source ("measured" or the paper's table), mean, se, n, to base (the difference), and the
+    ends lo and hi of the difference's interval.
+    """
     measures = summary["rewards"] if "rewards" in summary else {summary["name"]: summary["overall"]}
     rows = []
     for name, scores in measures.items():

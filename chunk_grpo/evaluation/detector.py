@@ -25,7 +25,7 @@ def load_detector(
     name: str | Path,
     device: str | torch.device = "cpu",
 ) -> tuple[torch.nn.Module, str]:  # the network, and its label for results
-    """Load a detector, and build a label that states whether it is the official one.
+    """Load a detector, and build a label that begins with "official" or "not official" and names the weights.
 
     Raises InputError if the weights cannot be loaded, or if the network does not detect 80 classes, as COCO has.
     """
@@ -90,7 +90,11 @@ _STD = (58.395, 57.12, 57.375)  # red, green, blue, on a scale of 0 ... 255
 def _preprocess_image(
     image: Image.Image,
 ) -> tuple[Tensor, tuple[int, int]]:  # (1, 3, H, W), and height and width before padding
-    """Resize, normalise and pad an image for the network."""
+    """Resize, normalise and pad an image for the network.
+
+    The image is scaled to a longer side of 1333 or a shorter side of 800 pixels, whichever comes first, and padded with
+    zeros on the right and below to multiples of 32.
+    """
     scale = min(_LONG_SIDE / max(image.size), _SHORT_SIDE / min(image.size))
     width, height = (int(side * scale + 0.5) for side in image.size)
     x = _resize_like_opencv(np.asarray(image.convert("RGB")), width, height).astype(np.float32)
@@ -103,7 +107,7 @@ def _preprocess_image(
 class DetectedObject:
     """Represent an object that a detector found in an image."""
 
-    label: int  # index of the class
+    label: int  # index of the class, from 0 to 79 for COCO
     score: float  # 0 ... 1, a float32
     # left, top, right, bottom in pixels of the image; zeros for an empty mask
     box: tuple[float, float, float, float]
@@ -111,14 +115,18 @@ class DetectedObject:
 
 
 def _post_process(
-    class_logits: Tensor,  # (Q, C + 1), "nothing" last
-    mask_logits: Tensor,  # (Q, h, w)
+    class_logits: Tensor,  # (Q, C + 1), of Q queries and C classes, with "nothing" last
+    mask_logits: Tensor,  # (Q, h, w), at the network's output resolution
     padded_size: tuple[int, int],  # height and width of the network's input
     resized_size: tuple[int, int],  # height and width of the input before padding
     image_size: tuple[int, int],  # height and width of the image
     min_score: float = 0.0,  # objects with this score or a lower one are dropped
 ) -> list[DetectedObject]:  # sorted by score, the best first
-    """Convert the network's logits for one image to objects, by mmdet's rules."""
+    """Convert the network's logits for one image to objects, by mmdet's rules.
+
+    The 100 most probable pairs of query and class are candidates. A score is the probability of the class times the mean
+    of sigmoid(mask logit) over the mask, the pixels with a positive logit.
+    """
     probabilities = class_logits.float().softmax(-1)[:, :-1]
     # Candidates are pairs of query and class. A score is at most the class's probability, so low ones can be dropped now.
     top_probabilities, candidates = probabilities.flatten().topk(min(100, probabilities.numel()))
@@ -144,7 +152,7 @@ def _post_process(
 
 @torch.inference_mode()
 def detect_objects(
-    model: torch.nn.Module,  # detector of `load_detector`
+    model: torch.nn.Module,  # detector, as `load_detector` returns it
     image: Image.Image,  # of any size; rotated according to its EXIF data
     min_score: float = 0.0,  # objects with this score or a lower one are dropped
 ) -> list[DetectedObject]:  # sorted by score, the best first
@@ -205,7 +213,10 @@ def _colour_directions(
     tokenizer: Callable,  # the CLIP's tokenizer
     class_name: str,  # name of the object's class, such as "car"
 ) -> Tensor:  # (10, D), unit vectors
-    """Compute the direction in CLIP's space of an object in each colour, the normalised mean over the templates."""
+    """Compute the direction in CLIP's space of an object in each of the ten colours, one row per colour.
+
+    A direction is the normalised mean of the directions of three sentences, such as "a photo of a red car".
+    """
     texts = [
         template.format(colour=colour, name=class_name)
         for colour in GENEVAL_COLOURS
@@ -223,7 +234,7 @@ def load_colour_classifier(
     device: str | torch.device = "cpu",
     # (image, objects, class name) -> colour of each object
 ) -> Callable[[Image.Image, Sequence[DetectedObject], str], list[str]]:
-    """Load a CLIP and return a function that classifies the colours of objects.
+    """Load a CLIP and return a function that classifies the colour of each object, as one of `GENEVAL_COLOURS`.
 
     Raises InputError if the CLIP cannot be loaded.
     """

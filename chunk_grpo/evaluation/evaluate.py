@@ -40,7 +40,7 @@ from ..runs.processes import default_sampling_processes, run_shares
 def ode_arms(
     settings: setting.Settings,  # settings of the evaluation
 ) -> dict[str, int | None]:  # arm -> split, see `sample_arm_images`
-    """Return the arms that are sampled along the ODE: base, plain and, if its split lies between the ends, hybrid."""
+    """Return the arms that are sampled along the ODE: base, plain and, if 0 < `hybrid_split` < `eval_steps`, hybrid."""
     arms: dict[str, int | None] = {"base": 0, "plain": None}
     if 0 < settings.hybrid_split < settings.eval_steps:
         arms["hybrid"] = settings.hybrid_split
@@ -80,7 +80,11 @@ def _check_arms(
     arms: Mapping[str, int | None],  # arm -> split
     steps: int,  # number of steps of the ODE
 ) -> None:
-    """Raise InputError unless all names and splits are allowed and the required arms are present."""
+    """Raise InputError unless all names and splits are allowed and the required arms are present.
+
+    A name consists of small letters, digits and hyphens and does not end in -base; a split is a step from 0 to `steps`, or
+    None. The arms base and plain are required, and base-as-trained and as-trained require each other.
+    """
     for name, split in arms.items():
         if not re.fullmatch("[a-z][a-z0-9-]*(?<!-base)", str(name)) or name in _RESERVED_ARM_NAMES:
             raise InputError(
@@ -188,7 +192,7 @@ def _scores_and_categories(
     arm: str,  # name of the arm
     name: str,  # name of the score
     weights: Mapping[str, float] | None,  # keyed by category; None: there are no categories
-) -> tuple[list[np.ndarray], list[str] | None] | None:  # per prompt: scores and category
+) -> tuple[list[np.ndarray], list[str] | None] | None:  # scores and category of each prompt
     """Collect the scores and the category of each distinct prompt of an arm.
 
     A prompt has one score for each time it is listed: the mean over the images of that listing. Returns None if there are no
@@ -222,7 +226,10 @@ def compare_arms(
     weights: Mapping[str, float] | None = None,  # keyed by category; None: there are no categories
     # "ARM" and "ARM-base" -> mean, se, lo, hi and n over prompts; None if a category has no score
 ) -> dict[str, dict | None]:
-    """Compute the mean score of each arm, and its paired difference to the base over the images that are scored in all arms."""
+    """Compute the mean score of each arm, and its paired difference from the base, with bootstrap intervals.
+
+    A mean is over all images of its arm, a difference over the images that are scored in all arms.
+    """
     summary: dict[str, dict | None] = {}
     for arm in arms:
         arm_scores = _scores_and_categories(records, arm, name, weights)
@@ -262,12 +269,13 @@ def preservation_rates(
     arm: str,  # arm that is compared
     name: str,  # name of the reward
     against: str = "base",  # arm with which it is compared
-    # "objects" and "images" -> "lost" and "gained", see `bootstrap_ratio`; None if they cannot be counted
+    # "objects" and "images" -> "lost" and "gained" -> keys of `bootstrap_ratio`; None if they cannot be counted
 ) -> dict[str, dict | None]:
     """Compute the share of correct objects and images that an arm lost, and the share of incorrect ones that it gained.
 
-    An object or image is correct or incorrect in the arm `against`, whose images start from the same noise. Whole images are
-    counted only if every score is 0 or 1. Raises InputError unless both arms have the same images.
+    The arm is compared with `against`, whose images start from the same noise. Lost is (correct in `against` and incorrect
+    in `arm`) / (correct in `against`), equation (a) of this page; gained is the same with correct and incorrect exchanged.
+    Whole images are counted only if every score is 0 or 1. Raises InputError unless both arms have the same images.
     """
     reference_records = {}
     arm_records = {}
@@ -312,8 +320,10 @@ def summarise_evaluation(
 ) -> dict[str, dict]:  # keyed by reward
     """Compute means, paired differences, category means and preservation rates of all rewards.
 
-    The intervals are over prompts and images. For a reward with categories, such as GenEval, the mean is the mean of the
-    category means. Raises InputError unless all prompts have the same number of images.
+    For each reward, "ARM" and "ARM-base" have the mean, se, lo, hi and n of `bootstrap_images`. `categories` has the category
+    means and `overall` the mean of each arm, or None if the reward has no categories. `preserved` has the rates of
+    `preservation_rates` per arm, or None if the reward reports no objects. With categories, such as GenEval's, a mean is the
+    mean of the category means. Raises InputError unless all prompts have the same number of images.
     """
     arms = list(dict.fromkeys(r["arm"] for r in records))
     references = {}  # arm -> the arm with which it is compared
@@ -379,7 +389,7 @@ def check_evaluation_changes(
     training_settings: setting.Settings,  # settings with which the run was trained
     settings: setting.Settings,  # settings of the evaluation
 ) -> None:
-    """Raise InputError if an evaluation changes a setting that cannot change after training."""
+    """Raise InputError if an evaluation changes another setting than those in `_EVALUATION_CHANGEABLE_FIELDS`."""
     for name in setting.diff_settings(training_settings, settings):
         if name not in _EVALUATION_CHANGEABLE_FIELDS:
             raise InputError(
@@ -405,7 +415,7 @@ def evaluation_settings(
 def changed_setting_names(
     changes: Mapping | Sequence[str],  # a mapping, or strings such as "eval_images=4"
 ) -> list[str]:
-    """Return the names of the settings in a mapping or list of changes."""
+    """Return the names of the changed settings, such as ["eval_images"]."""
     return [text.partition("=")[0].strip() for text in changes]
 
 
@@ -424,7 +434,7 @@ def write_scores(
     records: Sequence[Mapping],  # lines of scores.jsonl, one per image
     summary: Mapping,  # content of summary.json
 ) -> None:
-    """Write scores.jsonl and summary.json, each completely or not at all."""
+    """Write scores.jsonl and summary.json to a folder; a kill leaves each file complete or unchanged."""
     with atomic_write(Path(folder) / "scores.jsonl") as temporary:
         lines = [json.dumps(record) + "\n" for record in records]
         temporary.write_text("".join(lines), encoding="utf-8")

@@ -60,10 +60,14 @@ def _check_metadata(
     record: Mapping,  # GenEval's metadata of a prompt
     location: str,  # file and line of the record, for the error message
 ) -> None:
-    """Raise InputError unless a record is valid GenEval metadata, to which the rule can be applied."""
+    """Raise InputError unless a record is valid GenEval metadata.
+
+    Valid are one of `GENEVAL_TAGS`, a text, and objects with a COCO class, a count from 1 and perhaps a colour, or a
+    position relative to an earlier object.
+    """
 
     def require(condition: bool, field: str, allowed: str, got: object) -> None:
-        """Raise InputError unless the condition holds."""
+        """Raise InputError with the field, what is allowed and the value, unless the condition holds."""
         if not condition:
             raise InputError(f"{location}: `{field}` must be {allowed}; got {got!r}")
 
@@ -92,7 +96,7 @@ def _check_metadata(
 
 def read_geneval_prompts(
     path: str | Path | None = None,  # your own file; None: the shipped one
-) -> list[dict]:  # per prompt: tag, prompt, include and perhaps exclude
+) -> list[dict]:  # per prompt: tag, prompt (the text), include and perhaps exclude (objects)
     """Read GenEval's metadata, which holds the prompts and what their images must show.
 
     Raises InputError if there is no file, if the shipped one is damaged, or if the metadata of a prompt is not valid; in the
@@ -128,7 +132,7 @@ def select_objects(
     detections: Sequence[DetectedObject],  # all detections of an image
     tag: str,  # the prompt's tag, one of `GENEVAL_TAGS`
 ) -> dict[str, list[DetectedObject]]:  # keyed by class name; the best objects first
-    """Select the objects of an image that count for a prompt with this tag."""
+    """Select the objects that count: at most 16 per class, with a score above 0.3, or above 0.9 for the tag counting."""
     threshold = np.float32(_COUNTING_THRESHOLD if tag == "counting" else _SCORE_THRESHOLD)
     selected = {}
     for label, name in enumerate(COCO_CLASSES):
@@ -142,7 +146,7 @@ def _relative_position(
     a: Sequence[float],  # box of A: left, top, right, bottom
     b: Sequence[float],  # box of B: left, top, right, bottom
 ) -> list[str]:  # names from `POSITIONS`
-    """Return all positions that A has relative to B."""
+    """Return all positions that A has relative to B by GenEval's rule, such as ["left of", "above"]; [] if there are none."""
     a, b = (np.asarray(box[:4], np.float32).reshape(2, 2) for box in (a, b))
     offset = a.mean(0) - b.mean(0)
     sizes = np.abs(a[1] - a[0]) + np.abs(b[1] - b[0])
@@ -155,14 +159,14 @@ def _relative_position(
 
 # %% ../../nbs/10_evaluation/04_geneval.ipynb #e08c1b60
 def _find_fault(
-    clause: Mapping,  # a requested object: class, count, and perhaps color and position
+    clause: Mapping,  # an entry of `include` in the metadata: class, count, and perhaps color and position
     objects: Sequence[DetectedObject],  # objects of the class, at most `count`
     # objects of the clause to which the position refers; None: that clause was not met
     target: Sequence[DetectedObject] | None,
     # (objects, class name) -> colour of each object
     classify_colours: Callable[[Sequence[DetectedObject], str], list[str]],
 ) -> str:  # empty if the clause is met
-    """Check whether an image meets a clause of its prompt, and return the first fault in GenEval's wording."""
+    """Check whether an image meets a clause of its prompt; return the first fault, such as "expected cup>=3, found 2"."""
     name = clause["class"]
     count = clause["count"]
     colour = clause.get("color")
@@ -193,7 +197,7 @@ def geneval_verdict(
     # (objects, class name) -> colour of each object
     classify_colours: Callable[[Sequence[DetectedObject], str], list[str]],
 ) -> tuple[bool, str]:  # whether the image is right, and the faults, one per line
-    """Decide by GenEval's rule whether an image shows what its prompt describes."""
+    """Decide by GenEval's rule whether the objects detected in an image match its prompt, and list the faults."""
     faults: list[str] = []
     # The objects of each clause; None if the clause was not met.
     objects_of_clauses: list[list[DetectedObject] | None] = []
@@ -227,7 +231,7 @@ def write_geneval_image(
     record: Mapping,  # the prompt's metadata
     image: Image.Image,  # written as PNG
 ) -> Path:  # the image's file
-    """Write an image and its prompt's metadata in GenEval's layout.
+    """Write an image and its prompt's metadata in GenEval's layout, such as 00007/samples/00002.png.
 
     Raises InputError if the folder has another prompt with the same index.
     """
@@ -256,6 +260,9 @@ def score_geneval_images(
     log: Callable[[str], None] = lambda text: None,  # called with progress messages
 ) -> list[dict]:  # lines of results.jsonl, in the order of the images
     """Score the images that have no verdict yet, append their verdicts to a file, and return all verdicts.
+
+    A line has the keys filename, tag, prompt, correct (true or false), reason (the faults), metadata, details (the boxes
+    that count), image_sha256 and scorer.
 
     Raises InputError if the file has verdicts on other images or from another scorer.
     """
@@ -310,7 +317,7 @@ def score_geneval_images(
 def _count_right_images(
     lines: Sequence[Mapping],  # lines of results.jsonl, one per image
 ) -> dict[str, np.ndarray]:  # tag -> (n, 2): right images and all images, one row per prompt
-    """Count the right images and all images of each prompt, task by task."""
+    """Count the right images and all images of each prompt, grouped by task, the tag of the prompts."""
     counts: dict[str, dict[str, list[int]]] = {}
     for line in lines:
         task_counts = counts.setdefault(line["tag"], {})
@@ -326,7 +333,8 @@ def summarise_geneval(
 ) -> dict:  # content of summary.json
     """Compute GenEval's table: the accuracy of each task present and their mean, with standard errors and intervals.
 
-    Standard errors and intervals come from a bootstrap over prompts. Raises InputError if there are no lines.
+    `tasks` maps each tag to its accuracy, se, lo, hi, images and prompts, and `overall` has the mean of the accuracies
+    with se, lo and hi. All se, lo and hi come from a bootstrap over prompts. Raises InputError if there are no lines.
     """
     if not lines:
         raise InputError("`results` must hold at least one verdict; got none")
@@ -400,7 +408,7 @@ def evaluate_geneval(
 # %% ../../nbs/10_evaluation/04_geneval.ipynb #f69c105c
 @dataclass(frozen=True)
 class GenEvalReward:
-    """Score images with GenEval's detector and rule, as a reward that takes the record of each prompt."""
+    """Score images with GenEval's detector and rule; a reward that takes GenEval's metadata as the record of each prompt."""
 
     detect: Callable[[Image.Image], Sequence[DetectedObject]]  # image -> its objects
     # (image, objects, class name) -> colour of each object
@@ -445,7 +453,7 @@ def load_geneval_reward(
     device: str = "auto",  # auto, cpu, cuda or cuda:0 ...
     partial: bool = False,  # True: score the share of clauses that are met; False: score 1 or 0
 ) -> GenEvalReward:  # (images, prompts, records) -> scores
-    """Load GenEval's detector and colour classifier as a reward.
+    """Load GenEval's detector and colour classifier, and return them as a reward.
 
     Raises InputError if weights are missing or an option is not allowed.
     """

@@ -50,13 +50,13 @@ class Judge:
     timeout: float = 120.0  # seconds until a request without a reply fails
     retries: int = 6  # largest number of retries of a request without a valid reply
     pause: float = 1.0  # seconds before the first retry; doubles with each retry, up to 60
-    tries: int = 3  # how often a question is asked, at most, until an answer can be read
+    tries: int = 3  # largest number of times that a question is asked until an answer can be read
     max_tokens: int = 1024  # largest length of an answer, tokens
     # fields that are added to the request's body; a value of None removes a field
     options: Mapping = field(default_factory=dict)
 
     def body(self) -> dict:
-        """Build the body of a request without its messages.
+        """Build the body of a request without its messages: model, temperature, max_tokens and the options.
 
         Apart from the question and the image, it contains everything that affects an answer.
         """
@@ -66,7 +66,7 @@ class Judge:
         return json.loads(json.dumps(fields))  # the values as they are sent
 
     def api_key(self) -> str | None:  # None: the endpoint needs none
-        """Check the judge's parameters and look up its key; raise InputError if one is wrong or missing."""
+        """Look up the judge's key; raise InputError if a parameter of the judge is wrong or the key is missing."""
         requirement = (
             "`base_url` must be http:// or https:// with a host and without a user's name, such as "
             "http://127.0.0.1:8000/v1"
@@ -119,7 +119,7 @@ class ImageQuestion:
 def _image_url(
     image: Path | bytes,  # an image file, or the content of one
 ) -> str:
-    """Encode an image as a data URL with a PNG file; the content of a PNG file is used unchanged.
+    """Encode an image as PNG in a data URL, data:image/png;base64,...; the content of a PNG file is used unchanged.
 
     Raises InputError if the file cannot be read as an image.
     """
@@ -151,10 +151,12 @@ def _ask_once(
     client: httpx.Client,
     judge: Judge,
     question: ImageQuestion,
-) -> dict:  # reply, with the keys judge, text, refused, finish and usage
+) -> dict:  # reply
     """Send one request and return the reply.
 
-    Raises `_RetryableError` if another request may succeed, and InputError if none can.
+    Its keys are judge (the model that the server names), text (the answer), refused (whether a content filter rejected the
+    image), finish (why the answer ended) and usage (numbers of tokens). Raises `_RetryableError` if another request may
+    succeed, and InputError if none can.
     """
     key = judge.api_key()
     image = {"type": "image_url", "image_url": {"url": _image_url(question.image)}}
@@ -267,7 +269,10 @@ def parse_scale_scores(
     scales: Mapping[str, str],  # scale's name -> regular expression for how judges write the name
     highest: int,  # highest score of a scale; the lowest is 0
 ) -> dict[str, int] | None:  # keyed by scale; None: the answer cannot be read
-    """Read the score after each scale's name; return None unless every scale has exactly one, from 0 to `highest`."""
+    """Read the score after each scale's name, such as {"realism": 1} from "**Realism**: 1/2".
+
+    Returns None unless every scale has exactly one whole number from 0 to `highest`.
+    """
     answer = text.rpartition("</think>")[2]  # without the judge's reasoning
     markup = r"""[\s*_"'`\[(]*"""  # markup around words and numbers
     between = rf"{markup}(?:0 ?[-–] ?{highest}\))?{markup}[:=]?{markup}"
@@ -301,7 +306,7 @@ def _answer_identities(
     judge: Judge,
     questions: Sequence[ImageQuestion],
 ) -> dict[str, dict]:  # question's id -> values of `_IDENTITY_FIELDS`
-    """Compute, for each question, the fields that identify the text, the image and the request of its answer.
+    """Compute, for each question, what its answer belongs to: hashes of the text and the image, and the request's body.
 
     Raises InputError if an image is missing or an id occurs twice.
     """
@@ -363,9 +368,11 @@ def ask_judge(
 ) -> tuple[dict[str, dict], dict]:  # question's id -> record, and the account of judges and counts
     """Ask all questions that are not settled yet, store every answer, and return one record per question.
 
-    The record is the first answer that could be read, or else the last answer. The account names the judges and counts
-    questions, unread answers and refused images. Raises InputError if the judge cannot be reached, if an image is missing,
-    if the file belongs to other questions, or if another process is writing it.
+    A question is settled if an answer could be read, a filter refused the image, or `tries` answers could not be read. Its
+    record is the first answer that could be read, or else the last one, with `parsed` (its meaning, or None) and the keys of
+    `_ask_once`. The account has the keys asked (the request's body), judges (model -> number of records), questions, unparsed
+    and refused. Raises InputError if the judge cannot be reached, if an image is missing, if the file belongs to other
+    questions, or if another process is writing it.
     """
     open_client = _open_client(judge, http)
     identities = _answer_identities(judge, questions)
@@ -468,7 +475,7 @@ def parse_rating(
     lowest: float,  # lowest number of the scale
     highest: float,  # highest number of the scale
 ) -> float | None:  # None: the answer cannot be read
-    """Read the number after a label; return None unless there is exactly one, and it is within the scale."""
+    """Read the number after a label, such as 7.5 after "Score:"; return None unless there is just one, within the scale."""
     answer = text.rpartition("</think>")[2]  # without the judge's reasoning
     markup = r"""[\s*_"'`\[(]*"""  # markup around words and numbers
     pattern = rf"\b{re.escape(label)}{markup}[:=]?{markup}(-?\d+(?:\.\d+)?)"
@@ -480,7 +487,7 @@ def parse_rating(
 
 @dataclass(frozen=True)
 class JudgeReward:
-    """Ask a judge to score each image, as a reward that takes the record of each prompt."""
+    """Score each image with the number that a judge answers; a reward that takes the record of each prompt."""
 
     judge: Judge  # the model, and how to send requests to it
     rubric: str  # the question, with {prompt} and perhaps other fields of the record
@@ -491,7 +498,7 @@ class JudgeReward:
     http: httpx.Client | None = None
 
     def rubric_fields(self) -> set[str]:
-        """Return the names in curly brackets in the rubric; all but `prompt` are fields of a record."""
+        """Return the names in curly brackets in the rubric, such as {"prompt", "target"}; all but `prompt` are record fields."""
         return set(re.findall(r"\{(\w+)\}", self.rubric))
 
     def check_record(self, record: Mapping) -> None:
@@ -505,7 +512,7 @@ class JudgeReward:
         prompt: str,
         record: Mapping,  # the prompt's record
     ) -> str:
-        """Fill in the rubric for a prompt and return the text of the question."""
+        """Replace the names in curly brackets in the rubric with the prompt and the record's fields, and return the text."""
         values = {**record, "prompt": prompt}
         return re.sub(r"\{(\w+)\}", lambda match: str(values.get(match[1], match[0])), self.rubric)
 
@@ -575,7 +582,7 @@ def load_judge_reward(
     max_concurrency: int = 8,  # largest number of requests in flight at once
     timeout: float = 120.0,  # seconds until a request without a reply fails
     retries: int = 6,  # largest number of retries of a request without a valid reply
-    tries: int = 3,  # how often a question is asked, at most, until an answer can be read
+    tries: int = 3,  # largest number of times that a question is asked until an answer can be read
     max_tokens: int = 1024,  # largest length of an answer, tokens
     # fields added to the request's body, such as {temperature: 0.7}
     request: Mapping | None = None,
@@ -583,7 +590,7 @@ def load_judge_reward(
     unread: float | None = None,
     ask: bool = True,  # whether to ask one question about a grey image now, which detects a wrong address
 ) -> JudgeReward:  # (images, prompts, records) -> scores
-    """Load a judge as a reward.
+    """Return a reward whose score is the number that a judge answers, on the scale from `lowest` to `highest`.
 
     Raises InputError if an option is wrong or the judge does not answer.
     """
@@ -615,7 +622,7 @@ def load_unifiedreward(
     max_concurrency: int = 8,  # largest number of requests in flight at once
     timeout: float = 120.0,  # seconds until a request without a reply fails
     retries: int = 6,  # largest number of retries of a request without a valid reply
-    tries: int = 3,  # how often a question is asked, at most, until an answer can be read
+    tries: int = 3,  # largest number of times that a question is asked until an answer can be read
     max_tokens: int = 2048,  # largest length of an answer, tokens
     # fields added to the request's body, such as {temperature: 0.7}
     request: Mapping | None = None,
@@ -623,7 +630,7 @@ def load_unifiedreward(
     unread: float | None = None,
     ask: bool = True,  # whether to ask one question about a grey image now, which detects a wrong address
 ) -> JudgeReward:  # (images, prompts, records) -> scores
-    """Load UnifiedReward behind an endpoint as a reward, with scores from 1 to 5.
+    """Return a reward that asks UnifiedReward behind an endpoint, with scores from 1 to 5.
 
     Raises InputError if an option is wrong or the judge does not answer.
     """
@@ -650,7 +657,7 @@ def load_unifiedreward(
 def _read_question(
     file: str,  # the option `rubric`
 ) -> str:
-    """Read the text of a question; raise InputError if it cannot be read or has no {prompt}."""
+    """Read a rubric, the text of the question, from a file; raise InputError if it cannot be read or has no {prompt}."""
     check_regular_file(file, "`rubric`")
     try:
         text = Path(file).read_text(encoding="utf-8").strip()

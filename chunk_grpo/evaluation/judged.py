@@ -146,7 +146,7 @@ PAPER_JUDGE = "gpt-4o-2024-05-13"
 def read_rubric(
     file: Path | None = None,  # your own rubric; None: the shipped one
 ) -> str:
-    """Read the judge's instruction; raise InputError if the file is missing or has no placeholder for the prompt."""
+    """Read the judge's instruction; raise InputError if the file is missing or does not contain {prompt}."""
     if file is None:
         shipped = resources.files("chunk_grpo") / "evaluation/rubrics/wiscore.txt"
         return shipped.read_text("utf-8").removesuffix("\n")
@@ -170,7 +170,7 @@ def _fill_rubric(
 def _compute_wiscore(
     ratings: Mapping[str, int],  # keyed by scale, from 0 to 2
 ) -> float:  # in [0, 1]
-    """Compute the WiScore of one image from its three ratings."""
+    """Compute the WiScore of one image, (0.7 consistency + 0.2 realism + 0.1 aesthetics) / 2."""
     total = 0.7 * ratings["consistency"] + 0.2 * ratings["realism"] + 0.1 * ratings["aesthetics"]
     return total / 2
 
@@ -253,7 +253,7 @@ def apply_dependencies(
     item: JudgedPrompt,
     answers: Mapping[int, bool],  # proposition_id -> whether it was answered yes
 ) -> list[bool]:  # one per question, in the order of the prompt's questions
-    """Determine which questions count: those answered yes whose parents all count.
+    """Determine which questions count: those answered yes whose parents, the questions on which they depend, all count.
 
     The questions are processed in the order of the file, and a parent that is not in the file is ignored.
     """
@@ -306,11 +306,13 @@ def _judge_images(
     # (prompt, parsed answers) -> entries of the record of its image
     score_answers: Callable[[JudgedPrompt, list], dict],
     weights: Mapping[str, float] | None = None,  # keyed by category; None: there are no categories
-    # records of the images whose answers could all be read; judge, arms and overall of the summary
+    # records of the images whose answers could all be read; entries `judge`, `arms` and `overall` of the summary
 ) -> tuple[list[dict], dict]:
     """Ask the judge about every image of every arm, and return records and a summary of the arms.
 
-    Raises InputError if an image is missing or the judge cannot be reached.
+    In the summary, `judge` is the account of `ask_judge`. `arms` has, for each arm, the numbers of scored and of unparsed
+    images, and `between`, the lowest and highest mean that is possible if the unparsed ones are scored, too. `overall` is the
+    result of `compare_arms`. Raises InputError if an image is missing or the judge cannot be reached.
     """
     questions = _build_image_questions(items, images, write_questions)
     all_questions = [
@@ -363,7 +365,9 @@ def evaluate_wise(
 ) -> dict:  # content of summary.json
     """Judge the images of all arms with WISE, write the scores, and return the summary.
 
-    Raises InputError before the first question if prompts, images, rubric or the judge's settings are wrong or missing.
+    Its keys are benchmark, version, files (hashes), label (whether comparable with the paper), rubric_sha256, judge, arms
+    (with `categories`) and overall (means and differences from base). Raises InputError before the first question if prompts,
+    images, rubric or the judge's settings are wrong or missing.
     """
     items, files = read_wise_prompts(checkout)
     text = read_rubric(rubric)
@@ -373,11 +377,11 @@ def evaluate_wise(
         return {"": _fill_rubric(text, item)}
 
     def parse_answer(answer: str) -> dict[str, int] | None:
-        """Read the three ratings from an answer."""
+        """Read the three ratings from an answer, keyed by scale; return None if they cannot be read."""
         return parse_scale_scores(answer, WISCORE_SCALES, 2)
 
     def score_answers(item: JudgedPrompt, parsed: list) -> dict:
-        """Return the ratings, WiScore and category of an image."""
+        """Return the ratings (`parts`), WiScore (`scores`) and `category` of an image."""
         (ratings,) = parsed
         return {
             "parts": ratings,
@@ -469,7 +473,9 @@ def evaluate_dpg(
 ) -> dict:  # content of summary.json
     """Judge the images of all arms with DPG-Bench, write the scores, and return the summary.
 
-    Raises InputError before the first question if questions, images or the judge's settings are wrong or missing.
+    Its keys are benchmark, files (hashes), label, judge, arms (with `categories`), overall (means and differences from base)
+    and preserved (see `preservation_rates`; None unless images can be paired). Raises InputError before the first question if
+    questions, images or the judge's settings are wrong or missing.
     """
     items, files = read_dpg_prompts(file)
 
@@ -478,7 +484,7 @@ def evaluate_dpg(
         return {f"/{p.number}": DPG_QUESTION.format(question=p.question) for p in item.propositions}
 
     def score_answers(item: JudgedPrompt, answers: list) -> dict:
-        """Return the share of questions that count, which ones count, and which ones were answered yes."""
+        """Return the share of questions that count (`scores`), which ones count (`objects`), and which ones have a yes."""
         numbers = (p.number for p in item.propositions)
         counts = apply_dependencies(item, dict(zip(numbers, answers, strict=True)))
         return {

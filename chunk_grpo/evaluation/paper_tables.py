@@ -20,7 +20,10 @@ PAPER_TABLES = {
 
 
 def read_paper_tables() -> dict:  # keyed by table: trained_on, columns and rows
-    """Read all numbers of the paper that the package stores."""
+    """Read all numbers of the paper that the package stores.
+
+    The tables include those of `PAPER_TABLES`. A further key `source` names the paper and its versions.
+    """
     return json.loads(
         (resources.files("chunk_grpo") / "evaluation/paper_tables.json").read_text(encoding="utf-8")
     )
@@ -31,7 +34,7 @@ def paper_table_rows(
 ) -> list[
     dict
 ]:  # one per row: its name under `row`, and a number per column; in Table 3 also steps and chunks
-    """Return the rows of one of the paper's tables."""
+    """Return the rows of one of the paper's tables, such as {"row": "Dance-GRPO", "hpsv3": 15.08, "imagereward": 1.141}."""
     table = read_paper_tables()[key]
     rows = table["rows"]
     if not isinstance(rows, list):

@@ -67,7 +67,11 @@ def score_prompt_images(
     | None = None,  # record of each image's prompt; None: {"prompt": prompt}
     groups: Sequence[int] | None = None,  # index of each image's prompt
 ) -> list[dict]:  # per image: scores, category and objects, each keyed by the reward's name
-    """Score images with rewards, and collect the categories and objects that some rewards report."""
+    """Score images with rewards, and collect the categories and objects that some rewards report.
+
+    A category is a text, and the objects of an image are a list with 1 for each requested object that it shows and 0 for
+    each other one. A reward that reports neither has an entry only in `scores`.
+    """
     scores = {}
     objects = {}  # reward -> for each image, whether it shows each requested object
     for name, scorer in scorers.items():
@@ -99,8 +103,9 @@ def evaluation_parts(
 ) -> list[tuple[str, int, int]]:  # arm, first image, last image plus 1
     """Divide an evaluation into parts of `rollout_batch` consecutive images, arm by arm.
 
-    A part holds all images of its prompts, because a reward that compares the images of a prompt needs them all. If a prompt
-    has more than `rollout_batch` images, a part is larger than `rollout_batch`.
+    The images of an arm are numbered prompt by prompt, with `eval_images` for each prompt. A part holds all images of its
+    prompts, because a reward that compares the images of a prompt needs them all. If a prompt has more than `rollout_batch`
+    images, a part is larger than `rollout_batch`.
     """
     image_count = prompt_count * settings.eval_images
     size = max(1, settings.rollout_batch // settings.eval_images) * settings.eval_images
@@ -116,8 +121,11 @@ def _save_source_image(
     prompt_index: int,  # position in the list of prompts
     size: tuple[int, int],  # width and height of the sampled images
     folder: Path,  # folder of the evaluation, which gets source/00000.png
-) -> dict[str, str]:  # fields of a record: the file, and the hash of the original
-    """Write the image that a prompt edits, at the size that the model sees, unless the file exists."""
+) -> dict[str, str]:  # source (the file) and source_sha256 (hash of the original)
+    """Write the image that a prompt edits, at the size that the model sees, unless the file exists.
+
+    Returns two fields of the record of a sampled image.
+    """
     file = folder / f"source/{prompt_index:05d}.png"
     if not file.is_file():
         make_folders(file.parent)
@@ -140,7 +148,11 @@ def sample_part(
     folder: Path,  # folder of the evaluation, which gets ARM/00000.png and so on
     prompt_records: Sequence[Mapping] | None = None,  # one per prompt; None: {"prompt": text}
 ) -> list[dict]:  # one record per image
-    """Sample and score the images of a part, write them to disk, and return their records."""
+    """Sample and score the images of a part, write them to disk, and return their records.
+
+    A record has the keys arm, prompt_index, image_index, prompt, seed, file, scores, category and objects, and for a
+    prompt that edits an image also source and source_sha256.
+    """
     arm, low, high = part
     # Images of one size are sampled together.
     indices_by_size = defaultdict(list)  # size -> (prompt index, image index) of each image
@@ -205,9 +217,9 @@ def unfinished_evaluation_folder(
     arms: Mapping[str, int | None],  # arm -> split
     prompts: list[str],  # all prompts
 ) -> Path:  # may not exist yet
-    """Return the folder that an evaluation has until it is finished.
+    """Return the folder RUN/evaluation.begun/HASH, which holds an evaluation until it is finished.
 
-    Its name is a hash of everything that influences images and scores. Raises InputError if the run has no trained weights.
+    HASH identifies everything that influences images and scores. Raises InputError if the run has no trained weights.
     """
     identity = {
         "settings": settings.model_dump(mode="json", exclude={"threads"}),
@@ -259,9 +271,9 @@ def load_scorers(
     run: Path | None = None,  # run folder whose settings these are; None: no run
     trust: bool = False,  # whether the user trusts the code that the run names
 ) -> dict[str, Callable]:  # keyed by name
-    """Load the training and evaluation rewards.
+    """Load the training and evaluation rewards that the settings name, each a function of images and prompts.
 
-    Rewards that an untrusted run names are not imported from the working folder.
+    A reward that a run from elsewhere names, or an edited run that is not trusted, is not imported from the working folder.
     """
     names = dict.fromkeys([*reward_weights(settings), *settings.eval_rewards])
     origin = run_origin(run) if run else "own"
@@ -337,7 +349,10 @@ def progress_watcher(
     log: Callable[[str], None],  # called with each line of progress
     interval: float = 10.0,  # shortest time between two lines, seconds
 ) -> Callable[[], None]:  # reports the progress when it is called
-    """Return a function that counts the finished parts of all processes and reports the progress."""
+    """Return a function that counts the finished parts of all processes and logs the progress.
+
+    Call it often: it logs a line only if new images are finished, and at most once per `interval`, except at the end.
+    """
 
     def count_work(
         counted_parts: Collection[tuple[str, int, int]],
@@ -377,7 +392,7 @@ def replace_evaluation(
     folder: Path,  # folder of the newer evaluation, which is complete
     destination: Path,  # folder of the older evaluation, which may be missing
 ) -> None:
-    """Replace an older evaluation with a finished one, so that a killed process loses neither."""
+    """Replace an older evaluation with a finished one, in such a way that a kill loses neither, and delete the part files."""
     older = folder.with_name(f"{folder.name}-older")
     shutil.rmtree(older, ignore_errors=True)
     remove_abandoned(folder)  # temporary files of a process that was killed

@@ -46,10 +46,11 @@ def find_trained_weights(
 
 def hash_trained_weights(
     run: Path | str,  # the run folder
-) -> str:  # sha256
+) -> str:  # sha256 in hexadecimal
     """Verify the weights of a finished run, and compute a hash that identifies them.
 
-    Raises InputError if there are no weights, or if they differ from those that training wrote.
+    It is the hash of the weights file, or of the hashes of all weights files if there are several. Raises InputError if there
+    are no weights, or if they differ from those that training wrote.
     """
     folder = find_trained_weights(run)
     file = Path(run) / "run.json"
@@ -186,10 +187,10 @@ AS_TRAINED_ARMS = {
 
 def arm_image_size(
     settings: Settings,  # settings of the evaluation
-    arm: str,  # name of the arm
+    arm: str,  # base-as-trained, as-trained, or any other name for an ODE arm
     prompt_index: int,  # position in the list of prompts
 ) -> int | tuple[int, int]:  # side length or (height, width), pixels
-    """Return the size at which an arm samples the images of a prompt.
+    """Return the size at which an arm, a combination of weights and sampler, samples the images of a prompt.
 
     The ODE arms use `eval_resolution`. The arms with the training sampler use a training size; if there are several, the
     choice depends only on `eval_seed` and the prompt's index.
@@ -207,7 +208,7 @@ def sample_arm_images(
     prompts: Sequence[str] | Mapping[int, str],
     # (prompt index, image index) of each image to sample; all of one size, see `arm_image_size`
     image_indices: list[tuple[int, int]],
-    arm: str,  # name of the arm, which decides between the ODE and the training sampler
+    arm: str,  # base-as-trained or as-trained for the training sampler, any other name for the ODE
     split: int | None,  # step at which the base takes over: 0 means the base alone, None never
 ) -> torch.Tensor:  # (B, 3, H, W) in [0, 1], on the CPU
     """Sample images of an arm, and leave the model at the arm's resolution and guidance.

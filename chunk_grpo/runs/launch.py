@@ -65,7 +65,7 @@ from ..training.trainer import train_run
 
 # %% ../../nbs/09_runs/01_launch.ipynb #6d2e8181
 def _exit_when_first_process_ends(run: Path) -> None:
-    """Wait until the first process, which holds the lock of the log, has ended; then exit."""
+    """Wait until the first process, which holds the lock of the log, has ended; then end this one with exit code 143."""
     with open(run / "train.log", "rb") as log:
         fcntl.flock(log, fcntl.LOCK_SH)
         os._exit(128 + signal.SIGTERM)
@@ -75,7 +75,10 @@ def _train_in_process(
     run: Path,  # the run folder
     callbacks: Sequence[Callback | Callable | str],  # as in `train`
 ) -> None:
-    """Train a run folder as the only process, or as one of several that torchrun started."""
+    """Train a run folder as the only process, or as one of several that torchrun started.
+
+    Errors are passed on, unless the run is already finished when they occur.
+    """
     is_first = os.environ.get("RANK", "0") == "0"
     start = time.time()
     threads = torch.get_num_threads()
@@ -97,7 +100,10 @@ def _train_in_process(
             )
 
     def on_sigterm() -> None:
-        """Let this process, unless it is the first, end after the first one, which may still wait for it (see `train_run`)."""
+        """Start a thread that ends this process after the first one, unless it is the first itself.
+
+        The first process may still wait for the others, see `train_run`.
+        """
         if not is_first:
             threading.Thread(target=_exit_when_first_process_ends, args=[run], daemon=True).start()
 
@@ -187,7 +193,7 @@ def _explain_first_failure(
 ) -> tuple[int, str, str]:  # exit code, reason, traceback
     """Translate the error of the worker that failed first into an exit code, a reason and a traceback.
 
-    Workers that were ended by the agent are ignored.
+    Workers that were ended by the agent, which is torch's launcher in this process, are ignored.
     """
 
     def failure_time(rank: int) -> float:
@@ -252,7 +258,11 @@ def _launch_workers(
     max_restarts: int,  # how often the processes are restarted after one fails
     callbacks: Sequence[str],  # names such as file.py:name
 ) -> None:
-    """Train a run folder in several processes with torch's launcher, on this machine or as one of several."""
+    """Train a run folder in several processes with torch's launcher, on this machine or as one of several machines.
+
+    Raises `ChildFailedError` if a worker fails, KeyboardInterrupt or Terminated after a signal, and InputError if the
+    machines do not meet at `rendezvous`.
+    """
     handlers = {
         number: signal.getsignal(number)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
@@ -307,14 +317,15 @@ def _launch_workers(
 def train_folder(
     run: Path,  # the run folder
     callbacks: Sequence[Callback | Callable | str] = (),  # as in `train`
-    roll_back_if_rejected: bool = False,  # roll the run back if it rejects its input before it writes metrics
+    # True: delete the run's files, see `_roll_back`, if it rejects its input before it writes metrics
+    roll_back_if_rejected: bool = False,
     processes: int = 1,  # number of processes on each machine
     nodes: int = 1,  # number of machines
     node_rank: int = 0,  # index of this machine, from 0
     rendezvous: str = "",  # HOST:PORT of the first machine
     max_restarts: int = 0,  # how often the processes are restarted after one fails
 ) -> None:
-    """Train a folder that `create_run` made, and record how the run ended.
+    """Train a folder that `create_run` made, and record in run.json whether it finished, failed or was interrupted.
 
     Raises InputError for bad input and TrainingFailed for a crash. An interrupt is raised unchanged.
     """
@@ -386,9 +397,10 @@ def _roll_back(run: Path) -> None:
 
 # %% ../../nbs/09_runs/01_launch.ipynb #345199ae
 def check_launcher() -> None:
-    """Raise InputError if environment variables describe several processes or change the results.
+    """Raise InputError if environment variables describe several processes or would change the results.
 
-    It is called before a run is trained in a single process.
+    Launchers such as torchrun and mpirun set the former, such as WORLD_SIZE and RANK. The function is called before a
+    run is trained in a single process.
     """
     check_environment_variables()
     sizes = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")

@@ -48,7 +48,7 @@ def format_sampling_progress(
     finished_cost: float,  # cost of the images finished since then, in any unit
     remaining_cost: float,  # cost of the remaining images, in the same unit
 ) -> str:
-    """Format a line with the number of finished images and the estimated time left."""
+    """Format the progress and the estimated time left, such as "12 of 400 images, 3:05 min left"."""
     remaining = int(seconds * remaining_cost / finished_cost) if finished_cost else 0  # seconds
     return f"{finished_images:,} of {total_images:,} images, {remaining // 60}:{remaining % 60:02d} min left"
 
@@ -57,7 +57,10 @@ def _share_environment(
     process_index: int,  # from 0
     process_count: int,
 ) -> dict[str, str]:
-    """Build the environment variables that give a process one GPU and its share of the cores, or one thread without a GPU."""
+    """Return this process's environment, changed so that a child process gets one GPU and its share of the cores.
+
+    Without a GPU the child process gets one thread. OMP_NUM_THREADS is kept if it is set.
+    """
     gpus = torch.cuda.device_count()
     cores = _core_count()
     threads = max(1, cores // process_count) if gpus else 1
@@ -70,7 +73,7 @@ def _share_environment(
 
 
 def run_programs(
-    # for each program: its module and arguments, and its environment variables
+    # for each program: (["package.module", "argument", ...], its environment variables)
     programs: Sequence[tuple[Sequence[str], Mapping[str, str]]],
     watch: Callable[[], None] = lambda: None,  # called about five times per second, and at the end
     **options,  # passed to `subprocess.Popen`
@@ -113,7 +116,7 @@ def run_shares(
 ) -> None:
     """Run a function in several processes, each of which gets a different value of the argument `share`.
 
-    `share` is the index of the process and the number of processes. Raises InputError if a process fails.
+    `share` is (index of the process, number of processes), such as (0, 4). Raises InputError if a process fails.
     """
     programs = []
     for process_index in range(process_count):
@@ -149,7 +152,7 @@ def sampling_threads(
 def main(
     arguments: Sequence[str],  # module:function, and its keyword arguments as JSON
 ) -> int:  # exit status
-    """Call the function that the command line names; if it raises InputError, print the error and return 2."""
+    """Call the function that the command line names, and return 0; if it raises InputError, print it and return 2."""
     try:
         pkgutil.resolve_name(arguments[0])(**json.loads(arguments[1]))
     except InputError as error:

@@ -109,10 +109,10 @@ def read_run_info(
     run: str | Path,  # the run folder
     required_fields: Sequence[str] = (),  # fields that run.json must have, besides status
 ) -> dict:
-    """Return the content of run.json, with the current status.
+    """Return the content of run.json as a dictionary, with the current status.
 
     The status is created, running, finished, failed or interrupted. It is interrupted if the file says running but no
-    process is training the run.
+    process is training the run. Raises InputError if run.json or a required field is missing.
     """
     run_info = read_json(find_run(run) / "run.json", RunInfo, ("status", *required_fields))
     is_interrupted = (
@@ -129,18 +129,18 @@ def update_run_json(
     run: Path,  # the run folder
     **changes: Any,  # fields and their new values
 ) -> None:
-    """Change some fields of run.json and keep the others."""
+    """Set some fields of run.json to new values, and keep all others."""
     write_json(Path(run) / "run.json", read_json(Path(run) / "run.json") | changes)
 
 # %% ../../nbs/09_runs/00_run_folder.ipynb #465eddf7
 def read_run_settings(
     run: str | Path,  # the run folder
-    exact: bool = False,  # raise an error for settings that only another version knows
+    # True: raise an error for settings that only another version knows; False: warn and ignore them
+    exact: bool = False,
 ) -> Settings:
-    """Read the settings of a run.
+    """Read the settings of a run from its run.json.
 
-    Settings that only another version of the package knows are left out with a warning, unless `exact` is set. Raises
-    InputError if the settings are not valid.
+    Raises InputError if the folder holds no run or the settings are not valid.
     """
     run_info = read_json(find_run(run) / "run.json", RunInfo, ("settings",))
     # Without a recorded version, unknown settings mean that the file is damaged.
@@ -171,7 +171,8 @@ def read_run_settings(
 def read_metrics_lines(run: str | Path) -> list[dict]:
     """Read the metrics of a run, one dictionary per iteration, starting with iteration 0.
 
-    For a run in progress these are the lines written so far. Raises InputError if a line is damaged.
+    The keys are iteration, seconds (a dictionary with the seconds of each phase), and the names of the metrics, such as
+    reward_mean. For a run in progress these are the lines written so far. Raises InputError if a line is damaged.
     """
     file = file_of_run(run, "metrics.jsonl")
     lines = read_json_lines(file, MetricsLine)
@@ -198,21 +199,25 @@ def read_metrics(run: str | Path) -> pd.DataFrame:
 
 # %% ../../nbs/09_runs/00_run_folder.ipynb #2cd1bad8
 def read_run_profile(run: str | Path) -> dict | None:
-    """Read the profile of the base model that the run measured; return None before the first iteration."""
+    """Read how far each transition moves the base's latents; return None before the run has measured it.
+
+    The keys are mean (one distance per transition), chunks (the sizes, such as "2,3,4"), eta and latent_numel.
+    """
     file = file_of_run(run, "profile.json")
     return read_json(file, RunProfile) if file.is_file() else None
 
 
 def read_evaluation_summary(run: str | Path) -> dict | None:
-    """Read the summary of a run's evaluation; return None if there is none."""
+    """Read the summary of a run's evaluation, as `evaluate` returned it; return None if there is none."""
     file = file_of_run(run, "evaluation/summary.json")
     return read_json(file, EvaluationSummary) if file.is_file() else None
 
 
 def read_evaluation_records(run: str | Path) -> list[dict]:
-    """Read the scores of a run's evaluation, one record per image.
+    """Read the scores of a run's evaluation, one record per image; return an empty list if there are none.
 
-    A record has the keys arm, prompt_index, image_index, prompt, file, scores and others.
+    A record has the keys arm, prompt_index, image_index, prompt, seed, file (relative to evaluation/), scores, category
+    and objects. The last three are keyed by reward.
     """
     return read_json_lines(file_of_run(run, "evaluation/scores.jsonl"), ImageScores)
 
@@ -247,9 +252,10 @@ def check_new_folder(
 def _hash_current_code(
     run: str | Path,  # the run folder
 ) -> dict:  # hashes, keyed as in `find_code`, and folders, keyed by "environment: REWARD"
-    """Hash the code that a run names, as it is now, and resolve the reward environments named by a relative path.
+    """Hash the code that a run names, as it is now, and resolve the relative paths of reward environments.
 
-    Returns an empty dictionary if the settings cannot be read, since then nothing can be executed.
+    Code that does not exist has the hash "not found". Returns an empty dictionary if the settings cannot be read, since
+    then nothing can be executed.
     """
     # Do not repeat the warning about settings of another version, which other readers of the run give.
     with warnings.catch_warnings():
@@ -270,10 +276,10 @@ def _hash_current_code(
 
 
 def _identifying_lines(run: str | Path) -> list[str]:
-    """Build the lines that identify a run in the record of the user's own runs.
+    """Build the lines "RUN_ID SHA256" that identify a run in own-runs.txt, the record of the user's own runs.
 
-    The first line hashes the settings without the content of the code; the last one, which may be the same, includes
-    the code.
+    The first line hashes the settings that name models, prompts, rewards and code. If they name code, a second line
+    hashes these settings and the content of that code.
     """
     run_info = read_json(find_run(run) / "run.json")
     # These settings name what an evaluation would load or execute.
@@ -338,12 +344,15 @@ def check_trust(
     run: str | Path,  # the run folder
     trust: bool = False,  # whether the user trusts what the run names
     changed: Collection[str] = (),  # names of settings that the user replaces
-    action: str = "evaluating",  # the caller's action, such as "sampling from", for the error message
+    # the caller's action, such as "sampling from", for the error message
+    action: str = "evaluating",
     loads_rewards: bool = True,  # whether the rewards of the run are loaded
 ) -> None:
     """Raise InputError if the caller's action would load or execute anything that the user does not trust.
 
-    This concerns runs from elsewhere, and runs whose code was edited.
+    This concerns the code, the hub model and the options of rewards that a run from elsewhere names, and code that was
+    edited after training. `trust` allows all of these. Two rules hold even with `trust`: a run must name its code files
+    by absolute paths, and a run from elsewhere may not load a module from the working folder.
     """
     raw = read_json(find_run(run) / "run.json", RunInfo, ("settings",))["settings"]
     for field in ("family", "method", "chunks", "surrogate"):
@@ -424,7 +433,10 @@ def _describe_untrusted(
     changed: Collection[str],  # names of settings that the user replaces
     loads_rewards: bool,  # whether the rewards of the run are loaded
 ) -> list[str]:
-    """Describe the code, the model and the rewards with options that a run would load or execute."""
+    """List the code, the hub model and the rewards with options that a run would load or execute.
+
+    Each is a phrase, such as "the code my_rewards.py:brightness"; the list is empty if the run names nothing of the kind.
+    """
     # imported here, since diffusers takes seconds to import
     from chunk_grpo.models.cost import known_model_configs
     from chunk_grpo.pocket import POCKET_MODELS
@@ -456,7 +468,7 @@ def check_run_inputs(
     names: Sequence[str] = (
         "model",
         "eval_prompts",
-    ),  # inputs to compare; `prompts` is allowed, too
+    ),  # inputs to compare, among model, prompts and eval_prompts
 ) -> None:
     """Raise InputError if the run's model or prompts are missing, or differ from those that it was trained with."""
     run_info = read_json(find_run(run) / "run.json", RunInfo, ("settings",))

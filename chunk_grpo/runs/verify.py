@@ -103,7 +103,10 @@ def find_changes(
     run: Path,  # the run folder
     run_info: Mapping,  # content of its run.json
 ) -> tuple[list[str], list[str]]:  # changes, and what could not be checked, in sentences
-    """Find everything in a run folder that was changed after it was written."""
+    """Find the checkpoints, final weights, settings and metrics of a run that were changed after they were written.
+
+    A change is a sentence, such as "final/pytorch_lora_weights.safetensors is missing".
+    """
     folders = checkpoints.list_checkpoints(run)
     changes = [text for folder in folders for text in _checkpoint_changes(run, folder, run_info)]
     unchecked = [] if folders else ["there are no checkpoints to compare"]
@@ -123,7 +126,12 @@ def _difference_share(
     line: Mapping,  # the run's metrics of the same iteration
     settings: Settings,  # settings of the run
 ) -> float:  # 0: equal, above 1: too large, inf: no difference is allowed
-    """Compute the difference of two values of a metric, as a fraction of the allowed difference."""
+    """Compute the difference of two values of a metric, as a fraction of the allowed difference.
+
+    Allowed are 0 for integers and `lr`, a tenth of the clip range for ratios, 0.1 for `clip_fraction`, and otherwise
+    1e-3 (float32), 1e-2 (float16) or 5e-2 (bfloat16) of the larger value, or of the reward's standard deviation if that
+    is larger. A list has the largest fraction of its elements.
+    """
     if value == repeated_value:
         return 0.0
     are_lists = isinstance(value, list) and isinstance(repeated_value, list)
@@ -189,7 +197,8 @@ def weights_difference(
 ) -> float:  # 0: bit-identical; above 1: too large
     """Compute the root mean square difference of two sets of weights, as a fraction of the allowed difference.
 
-    The allowed difference is a tenth of the learning rate per update. Different names or shapes give infinity.
+    The allowed difference is 0.1 * learning rate * updates per iteration * iterations. Different names or shapes give
+    infinity.
     """
     names = sorted(file.name for file in folder.glob("*.safetensors"))
     if names != sorted(file.name for file in other_folder.glob("*.safetensors")):
@@ -215,7 +224,7 @@ def find_condition_differences(
     run: Path,  # the run folder
     repetition: Path,  # the folder of the repetition
 ) -> dict[str, tuple]:  # name -> (value of the run, value of the repetition)
-    """Find the recorded conditions in which a run and its repetition differ."""
+    """Find the conditions in which a run and its repetition differ: versions, packages, code, machine and inputs."""
     conditions = _recorded_conditions(run)
     repeated_conditions = _recorded_conditions(repetition)
     differences = {}
@@ -261,7 +270,7 @@ def _recorded_conditions(run: Path) -> dict:  # name -> value
 
 
 def _recorded_packages(run: Path) -> dict[str, str]:  # name -> version
-    """Read the packages with which the run began; return an empty dictionary if it recorded none."""
+    """Read the package versions at the start of the run; return an empty dictionary if it recorded none."""
     lists = machine.package_lists(run)
     if not lists:
         return {}
@@ -275,7 +284,8 @@ def repeat_run(
     iterations: int,  # number of iterations to repeat, from the first
     processes: int,  # number of processes on this machine
     folder: Path,  # folder for the repetition; must be new
-    on_log: Callable | None = None,  # called with each line of metrics and the settings
+    # called with each line of metrics and the settings, if there is only one process
+    on_log: Callable | None = None,
 ) -> Path:  # the folder of the repetition
     """Train the first iterations of a run again in a new folder; raise InputError if that fails."""
     # These settings only control files that the comparison does not read.
@@ -309,12 +319,16 @@ def verify_run(
     run: Path,  # the run folder, finished or not
     iterations: int = 2,  # number of iterations to repeat, at most those that the run has
     processes: int = 0,  # number of processes; 0: as many as the run had, or 1 if it had several machines
-    on_log: Callable | None = None,  # called with each line of metrics and the settings
+    # called with each line of metrics and the settings, if there is only one process
+    on_log: Callable | None = None,
     trust: bool = False,  # whether to execute the code that a run from elsewhere names
 ) -> dict:  # keys: run, answer, iterations, changed, unknown, deviations, weights, differences
     """Check whether repeating a run gives its recorded numbers, and whether its files were changed.
 
-    The answer is "identical", "within tolerance" or "differs". Raises InputError if the run cannot be repeated.
+    `answer` is "identical", "within tolerance" or "differs". `changed` has a sentence per changed file, and `unknown` one
+    per thing that could not be checked. `deviations` are the rows of `compare_lines`, `weights` is the result of
+    `weights_difference` (None unless the whole run was repeated), and `differences` that of `find_condition_differences`.
+    Raises InputError if the run is not trusted or cannot be repeated.
     """
     run_folder.check_trust(run, trust, action="verifying")
     run_info = run_folder.read_run_info(run)
@@ -380,7 +394,7 @@ def verification_lines(
     verification: Mapping,  # result of `verify_run`
     limit: int = 5,  # largest number of deviations to list
 ) -> list[str]:
-    """Describe the result of `verify_run` in lines of text that begin with the answer."""
+    """Describe the result of `verify_run` in lines of text, the first of which begins with the answer."""
     rows = verification["deviations"]
     weights = verification["weights"]
     repeated = f"iterations 0 to {verification['iterations']}"
