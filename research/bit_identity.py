@@ -13,7 +13,10 @@ from chunk_grpo.training.update import build_update_batches, step_optimizer
 def iteration_tensors(
     state: TrainingState,  # with policy and optimizer; the first update changes its weights
 ) -> dict[str, Tensor]:
-    """Run an iteration up to its first update, and return the tensors of its stages, keyed by name."""
+    """Run an iteration up to and including its first update, and return the tensors of its stages.
+
+    The keys are initial noise, latents, log-probabilities, advantages, gradient and weights.
+    """
     rollout = sample_groups(state)
     context, advantage = rollout.context, rollout.advantage
     state.profile = relative_distance(context.trajectories.latents.float()).double().mean(0)
@@ -47,7 +50,7 @@ def relative_difference(
 def describe_difference(
     difference: float,  # from `relative_difference`
 ) -> str:
-    """Describe a relative difference in words."""
+    """Describe a relative difference: "the same bits", or its size relative to the largest number."""
     if difference == 0:
         return "the same bits"
     return f"a difference of at most {difference:.0e} of the largest number"

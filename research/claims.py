@@ -37,8 +37,8 @@ class CrossedMean:
     """A mean over seeds and prompts, both treated as random, with its variance components."""
 
     mean: float
-    seeds: int
-    prompts: int  # 1 if a run has only one number
+    seeds: int  # number of seeds
+    prompts: int  # number of prompts; 1 if a run has only one number
     seed_variance: float  # variance of the seeds' effects
     prompt_variance: float  # variance of the prompts' effects
     residual_variance: float
@@ -60,7 +60,7 @@ class CrossedMean:
 
     @property
     def degrees_of_freedom(self) -> int:
-        """Return the degrees of freedom of the t quantile: the smaller number of units, minus 1."""
+        """Return the degrees of freedom of the t quantile: the number of seeds or of prompts, whichever is smaller, minus 1."""
         units = min(self.seeds, self.prompts) if self.prompts > 1 else self.seeds
         return units - 1
 
@@ -102,7 +102,7 @@ def prompt_gains(
     reward: str,  # name of a reward that was evaluated
     evaluated: str = "plain",  # arm of the evaluation
 ) -> pd.DataFrame:  # a row per study and seed, a column per prompt
-    """Compute the score of an arm minus that of the base, for every seed and prompt."""
+    """Compute the gain of every run of an arm on every prompt: the trained model's score minus the base's."""
     return pd.DataFrame.from_dict(
         {
             (row["study"], row["seed"]): np.subtract(
@@ -120,10 +120,10 @@ class Measurement:
     """The number that decides a claim, measured on stored runs."""
 
     estimate: CrossedMean
-    unit: str
-    gain: float | None = None  # of the arm that is compared with
+    unit: str  # unit of the estimate, such as the name of a reward
+    gain: float | None = None  # mean gain that scales the smallest effect of interest
     first: float | None = None  # the difference of the first seed alone
-    arms: tuple[str, ...] = ()
+    arms: tuple[str, ...] = ()  # compared arms, each STUDY/ARM
     is_normal: bool = False  # stored with its own standard error, so it has no seeds
 
     @property
@@ -254,7 +254,7 @@ def peak_drop() -> Measurement | None:  # None if an arm has no run
 
 
 def hybrid_effect() -> Measurement | None:  # None if there is no run
-    """Measure the structural score of the longest run with hybrid inference from 3/5 of the steps, minus without."""
+    """Measure what hybrid inference, with the base from 3/5 of the steps on, adds to the longest run's structural score."""
     rows = analysis.load_study_rows("hybrid")
     if not any(row["arm"] == "it-36" for row in rows):
         return None
@@ -269,10 +269,10 @@ def stored_measurement(
     file: str,  # in runs/results/benchmarks
     part: str,  # name of a list in the file
     value: str,  # name of the number in the list's entries
-    unit: str,
-    **wanted,  # values that identify the entry
+    unit: str,  # unit of the number
+    **wanted,  # names and values that identify the entry
 ) -> Measurement | None:  # None if there is no such file or entry
-    """Read a stored number with its standard error."""
+    """Read a number and its standard error from a file of results."""
     path = PRESETS_DIR / "results" / "benchmarks" / file
     for entry in read_json(path)[part] if path.is_file() else []:
         if all(entry[name] == x for name, x in wanted.items()):
@@ -286,7 +286,7 @@ def stored_measurement(
 def _read_paper_numbers() -> dict[
     str, dict[str, float]
 ]:  # table of version 1, or v3 -> row -> number
-    """Read the numbers of the paper's tables on which its claims are based."""
+    """Read from the paper's tables the numbers on which its claims are based, such as ["Table 1"]["steps"]."""
     names = {
         "base": "FLUX.1-dev",
         "steps": "Dance-GRPO",
@@ -329,8 +329,8 @@ class Size:
     """The smallest effect of interest: a share of a gain, or a number."""
 
     share: float = 0.1  # share of a gain; a tenth if the paper gives no size
-    steps_of: str = ""  # study whose arm `steps` had that gain; empty: the arm that is subtracted
-    number: float | None = None  # in the unit of the reward, instead of a share
+    steps_of: str = ""  # study whose arm `steps` has that gain; empty: `gain` of the measurement
+    number: float | None = None  # size in the unit of the reward; None: use the share
     paper: str = ""  # the paper's number and the table; empty: the paper gives none
 
     def in_units(self, measured: Measurement) -> float:
@@ -347,7 +347,7 @@ def paper_size(
     against: float,  # number that is subtracted from that of the row
     steps_of: str,  # study whose arm `steps` scales the size here
 ) -> Size:
-    """Express a difference in HPSv3 between two rows of the paper as a share of the gain of steps."""
+    """Express the HPSv3 of a row of the paper minus another number as a share of what steps gained in the paper."""
     first = PAPER_NUMBERS["Table 1"]
     difference = PAPER_NUMBERS[table][row] - against
     share = difference / (first["steps"] - first["base"])
@@ -361,11 +361,11 @@ def paper_size(
 class Claim:
     """A claim of the paper or about it, and how it is tested here."""
 
-    text: str
+    text: str  # the claim in one sentence
     page: str  # page in findings/ that tests it
     direction: str  # above, below or equal
-    measure: Callable[[], Measurement | None]
-    size: Size = Size()
+    measure: Callable[[], Measurement | None]  # returns None if runs are missing
+    size: Size = Size()  # smallest effect of interest
     bound: float = 0.0  # number that the measurement is compared with
     studies: tuple[str, ...] = ()  # studies whose rows decide
     since: str = ""  # what was changed after data had been seen
@@ -647,7 +647,10 @@ def describe_alternatives(
     half_width: float,  # half the width of the interval
     smallest: float,  # smallest effect of interest
 ) -> str:
-    """Describe which means would give another verdict with an interval of this width, without Holm's correction."""
+    """Describe for which means the claim would hold or not hold with an interval of this width, without Holm's correction.
+
+    An example is "holds from +0.020 up; does not hold below +0.010"; the text is empty if the width is nan.
+    """
     number = partial(format_number, signed=not claim.bound)
     sign = -1 if claim.direction == "below" else 1
     if half_width != half_width:
@@ -671,8 +674,8 @@ def describe_alternatives(
 
 def plan_status(
     studies: Sequence[str],  # studies whose rows decide a claim
-) -> str:  # planned, unplanned, looked at or not shown; empty without studies
-    """Say whether the plan of the deciding rows is provably older than the rows; the weakest status counts."""
+) -> str:  # planned, looked at, unplanned or not shown; empty without studies
+    """Return whether the plan of the deciding rows is provably older than the rows ("planned"), or the weakest status."""
     stored_plans = read_json(PRESETS_DIR / "results" / "verdict" / "plans.json")["plans"]
     found = set()
     for study in studies:

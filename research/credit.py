@@ -68,7 +68,7 @@ def block_gradient(
     images: Tensor,  # indices of the block's images, (m,)
     limit: int = 96,  # largest number of transitions in one forward pass
 ) -> list[Tensor]:  # one per trained parameter
-    """Compute the gradient (a) of one block for one transition."""
+    """Compute the gradient (a) of one block: the mean over its images of advantage times gradient of one log-probability."""
     trained = context.policy.trained
     positions = torch.arange(len(images))
     sampler = context.trajectories.sampler
@@ -203,7 +203,7 @@ def branch_noise(
     branch: list[int],  # number of the branch, one per image
     shape: tuple[int, ...],  # shape of one image's noise, (T - index, S, C)
 ) -> Tensor:  # (B, T - index, S, C) float32 on the CPU
-    """Sample the noise of a branch's transitions, which is different for each index and branch."""
+    """Sample the noise of all transitions of one branch per image; each image, index and branch has its own noise."""
     streams = [f"branch/{index}/{number}" for number in branch]
     noise = [
         torch.randn(shape, generator=make_generator(*key, stream=stream))
@@ -298,7 +298,7 @@ def wrong_sign_shares(
     parts: Chunks,  # K parts of the n transitions; moments are averaged within a part
     certain: float = 2.0,  # number of standard errors from which a sign counts as certain
 ) -> Tensor:  # (6, K)
-    """Compute the shares of wrong signs in each part of a trajectory.
+    """Compute in which share of a part's transitions the trajectory's and the transition's advantage differ in sign.
 
     The rows are: raw share, share among certain signs, corrected share (e), share (f), the fraction of the reward's
     variance that one transition decides, and the fraction of signs that are certain.
@@ -360,7 +360,9 @@ def state_sign_estimates(
     rewards: Tensor,  # of the trajectories, (P, G)
     branches: Tensor,  # rewards of the branches, (P G, T + 1, N)
 ) -> dict[str, Tensor]:
-    """Estimate how often the state that a transition leads to is wrongly attributed, as version 3 counts.
+    """Estimate how often a state's value and the final reward lie on different sides of the group's mean, as version 3 counts.
+
+    A state is the latent to which a transition leads.
 
     The keys raw, by_share and decided have a value per transition (T - 1,); mean_raw and mean_by_share are their means
     (). Each has a jackknife standard error over prompts under its name with the suffix _se.

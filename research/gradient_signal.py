@@ -44,7 +44,10 @@ def measure_sampler(
     kind: str,  # kind of the sampler
     eta: float,  # strength of its noise
 ) -> Iterator[dict]:
-    """Yield a row per group of layers and set of transitions for one sampler."""
+    """Measure one sampler, and yield a row per layer group and set of transitions.
+
+    The keys are sampler, eta, layers, transitions, snr_100 (signal-to-noise ratio of 100 images), se and noise.
+    """
     texts = pocket.read_pocket_prompts("train")
     chosen = sample_prompt_indices(len(texts), prompts, 0, 0)
     keys = [(0, 0, p, g) for p in chosen for g in range(images)]

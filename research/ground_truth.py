@@ -56,7 +56,10 @@ PAPER = Chunks((2, 3, 4, 7))
 
 
 def measure(policy, clip, texts, prompt, images, branches, kind):
-    """Measure one prompt: rewards score (G,), rewards of its branches (G, T + 1, N), and gradients (4, n, D)."""
+    """Measure the prompt with index `prompt` in `texts`, with G = `images`, N = `branches` and the sampler `kind`.
+
+    The keys are score (G,), branches (G, T + 1, N), which are rewards, and gradients (4, n, D) of the `coefficient_sets`.
+    """
     keys = [(0, 0, prompt, g) for g in range(images)]
     grid = sigmas(STEPS, 3.0)
     conditioning = policy.encode([texts[prompt]])
@@ -88,9 +91,10 @@ def measure(policy, clip, texts, prompt, images, branches, kind):
 
 
 def collect(policy, chosen, kinds, parts):
-    """Measure all prompts with all samplers, and return the stacked tensors, keyed by sampler and name.
+    """Measure all prompts with all samplers, and return the tensors of `measure`, stacked over prompts.
 
-    A measurement is read from the folder `parts` if its file exists there.
+    They are keyed by sampler, then by name. `chosen` has the command's options. A measurement is read from the folder
+    `parts` if its file exists there, and otherwise written to it.
     """
     texts = pocket.read_pocket_prompts("train")
     clip = rewards.load_reward("pocket-clip")
@@ -122,7 +126,10 @@ def collect(policy, chosen, kinds, parts):
 
 
 def signs(found):
-    """Yield a row of wrong signs for each transition and for each of the paper's chunks."""
+    """Yield a row of `wrong_sign_estimates` for each transition and for each of the paper's chunks.
+
+    `found` has one sampler's tensors from `collect`.
+    """
     level = sigmas(STEPS, 3.0)
     for parts in (Chunks.steps(TRAINED), PAPER):
         table = wrong_sign_estimates(found["score"], found["branches"].flatten(0, 1), parts)
@@ -136,7 +143,10 @@ def signs(found):
 
 
 def states(found):
-    """Yield a row of wrong signs for each state that a transition leads to, as version 3 counts, and a row of means."""
+    """Yield a row of `state_sign_estimates` for each state that a transition leads to, and then a row of their means.
+
+    `found` has one sampler's tensors from `collect`.
+    """
     table = state_sign_estimates(found["score"], found["branches"].flatten(0, 1))
     level = sigmas(STEPS, 3.0)
     means = {name: x for name, x in table.items() if name.startswith("mean_")}
@@ -148,14 +158,14 @@ def states(found):
 
 
 def row_of(table, k=None):
-    """Convert a table of tensors to a row of floats: the entries with index k, or the tensors () themselves."""
+    """Convert a dict of tensors to a dict of floats: the entries with index k or, if k is None, the tensors () themselves."""
     return {name: float(x if k is None else x[k]) for name, x in table.items()}
 
 
 def proposition(found):
     """Yield the distances of Proposition 1 for whole trajectories and for each of the paper's chunks.
 
-    They use the raw signs; standard errors are over prompts.
+    They use the raw signs; standard errors are over prompts. `found` has one sampler's tensors from `collect`.
     """
     step, _ = step_advantages(found["branches"].flatten(0, 1))
     count, group = found["score"].shape
@@ -171,7 +181,10 @@ def proposition(found):
 
 
 def gradients(found):
-    """Yield cosine and variance of every estimator, over all transitions and over the first three chunks."""
+    """Yield a row with cosine, variance and needed images for every estimator, over all transitions and over three chunks.
+
+    `found` has one sampler's tensors from `collect`.
+    """
     gram = inner_products(found["gradients"])
     images = found["score"].shape[1]
     second = images * torch.stack([gram[k, 2, :, k, 2] for k in range(len(gram))]).mean(0)
@@ -217,7 +230,11 @@ def gradients(found):
 
 
 def relative_images(keep, images, tables, base, extra):
-    """Compute the number of images that an estimator needs, relative to that of steps, from the blocks in `keep`."""
+    """Compute the number of images that an estimator needs, as a multiple of what steps need, from the blocks in `keep`.
+
+    `tables` and `base` are the `weighted_inner_products` of the estimator and of steps, and `extra` is the variance that
+    the estimator's blocks lack.
+    """
     one, other = (x[:, keep][:, :, keep] for x in (tables, base))
     return alignment_statistics(one, images, extra)[4] / alignment_statistics(other, images)[4]
 
@@ -225,7 +242,8 @@ def relative_images(keep, images, tables, base, extra):
 def estimators(last):
     """Yield the estimators for the first `last` transitions.
 
-    Each is a tuple of its name, its set of coefficients, its chunks, its weights and its number of trained chunks.
+    Each is a tuple: its name, the index of its set of coefficients, its chunks, its weights (last,) and its number of
+    trained chunks. Chunks and number are None for true advantages.
     """
     paper = Chunks(PAPER.sizes if last == TRAINED else PAPER.sizes[:3])
     steps = Chunks.steps(last)

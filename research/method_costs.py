@@ -62,7 +62,7 @@ FEWER = {"tempflow-seeds": {"sharing": "seeds:2"}}  # for groups of four images
 
 
 def compared_arms() -> dict[str, dict]:
-    """Return the arms of the preliminary comparisons with the settings that they change, keyed by arm."""
+    """Return the changed settings of each arm of the preliminary comparisons, keyed by arm."""
     arms = {}
     for folder in ("methods", "more-methods", "self-opd"):
         arms |= read_settings_file(LOOKS / folder / "study.yaml")["arms"]
@@ -86,9 +86,9 @@ def save_medium_pipeline(folder: Path) -> str:
 
 
 def train_row(base: dict, changes: dict) -> dict:
-    """Train two iterations, and return the images of the second one and its seconds per image.
+    """Train two iterations, and return the second one's number of images and its seconds per image in three phases.
 
-    The key work is for sampling and training; decode and reward are separate.
+    The keys are images, work (sampling, completions and training), decode and reward.
     """
     with tempfile.TemporaryDirectory() as tmp:
         settings = load_settings(base, changes)
@@ -103,7 +103,10 @@ def train_row(base: dict, changes: dict) -> dict:
 
 
 def measure_orders(base: dict, middle: bool, repeats: int) -> dict[str, float]:
-    """Measure the four orders of one iteration, and return their seconds per image, keyed by order."""
+    """Measure four orders of sampling and training, and return the seconds per image of each, keyed by order.
+
+    `middle` chooses the medium-sized FLUX instead of the pocket model.
+    """
     changes = [
         f"{name}={base[name]}"
         for name in (
@@ -123,7 +126,10 @@ def measure_orders(base: dict, middle: bool, repeats: int) -> dict[str, float]:
 
 
 def run_worker(names: list[str], out: Path) -> None:
-    """Measure some rows at both sizes, or the orders if there are no names; runs in a process pinned to a core."""
+    """Measure the named arms at both sizes or, without names, the orders, and write the results to the file `out`.
+
+    Runs in a process that is pinned to one core.
+    """
     arms = compared_arms()
     found = {"rows": {size: [] for size in SIZES}, "orders": {}}
     with tempfile.TemporaryDirectory() as tmp:

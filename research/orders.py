@@ -93,7 +93,10 @@ def accumulate_batched(
 
 
 def gradient_difference(b: Workload, ours: Tensor) -> float:
-    """Return the relative difference of the accumulated gradient from ours; raise RuntimeError if it is too large."""
+    """Return the relative difference of the accumulated gradient from `ours`.
+
+    Raises RuntimeError if it exceeds `GRADIENT_TOLERANCE`.
+    """
     error = ((ours - b.gradient()).norm() / ours.norm()).item()
     if not error <= GRADIENT_TOLERANCE[b.settings.dtype]:
         raise RuntimeError(
@@ -103,10 +106,10 @@ def gradient_difference(b: Workload, ours: Tensor) -> float:
 
 
 def measure(settings: Settings, repeats: int = 3, log=lambda text: None, configs=()) -> dict:
-    """Measure an iteration as `measure_iteration` does, in all orders, and the memory of an update in two passes.
+    """Measure an iteration in our order and in those of three papers, and the memory of an update in two passes.
 
-    Adds the keys orders, gradient_error and two_pass_bytes to the result of `measure_iteration`. Raises RuntimeError if
-    the gradients of two orders differ.
+    Returns the result of `measure_iteration` with the keys orders, gradient_error and two_pass_bytes added. Raises
+    RuntimeError if the gradients of two orders differ.
     """
     errors = []
     workloads = []
@@ -157,7 +160,9 @@ def measure(settings: Settings, repeats: int = 3, log=lambda text: None, configs
 
 
 def measure_two_passes(b: Workload) -> dict[str, int | None]:
-    """Return the peak memory in bytes of an update of two images, with chunks of 1 and with the longest chunk.
+    """Return the peak memory in bytes of three updates of two images, keyed by a description.
+
+    They use chunks of one transition, and the longest chunk in two passes and in one pass.
 
     A value is None if the update runs out of memory.
     """

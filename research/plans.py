@@ -19,7 +19,7 @@ FILES = ("study.yaml", "base.yaml")
 
 
 def git(*words: str) -> subprocess.CompletedProcess:
-    """Run a git command in this repository."""
+    """Run git in this repository with the given words, such as `show HEAD`; its output is bytes, and it may fail."""
     return subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, check=False)
 
 
@@ -39,14 +39,18 @@ def commit_time(commit: str) -> str:
 
 
 def row_keys(text: bytes) -> set[tuple]:
-    """Return arm, seed and commit of every row of a .jsonl file."""
+    """Return the set of (arm, seed, commit) of the rows in the content of a .jsonl file."""
     return {
         (row["arm"], row["seed"], row["git_commit"]) for row in map(json.loads, text.splitlines())
     }
 
 
 def plan_entries(name: str) -> list[dict]:
-    """Return an entry for each commit that the rows of a study name."""
+    """Return an entry for each commit that the rows of a study name, which says whether it contains the study's plan.
+
+    `code` is that commit, `brought_by` the commit that added the rows, `plan_at_code` compares the plan's files at the two,
+    and `shown` is True if they are the same and the code had no uncommitted changes.
+    """
     file = f"runs/results/studies/{name}.jsonl"
     rows = row_keys((ROOT / file).read_bytes())
     commits = git("log", "--reverse", "--format=%H", "--", file).stdout.decode().split()

@@ -25,7 +25,7 @@ from chunk_grpo.theory.schedule import sigmas
 def shares_with_interval(
     distance: torch.Tensor,  # (prompts, images, transitions)
 ) -> dict[str, float]:
-    """Compute the `variance_shares`, and the standard error and 95% interval of the share prompt_only."""
+    """Compute the `variance_shares`, and for the share `prompt_only` its standard error `se` and 95% interval `lo`, `hi`."""
     found = variance_shares(distance)
     count = len(distance)
     leave_one_out = []

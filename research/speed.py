@@ -81,13 +81,13 @@ def log(text):
 
 
 def median(function, device, repeats):
-    """Return the median seconds of a call, after a first call that does not count."""
+    """Return the median time of `repeats` calls in seconds, after a first call that does not count."""
     function()
     return statistics.median(speed.time_call(function, device)[1] for _ in range(repeats))
 
 
 def alternate(before, after, device, repeats):
-    """Return the median seconds of two calls that are measured alternately."""
+    """Return the median times of two functions in seconds, as [before, after]; they are called alternately."""
     before()
     after()
     spent = [
@@ -98,7 +98,7 @@ def alternate(before, after, device, repeats):
 
 
 def with_settings(b, **changes):
-    """Return the workload with changed settings."""
+    """Return a copy of a `Workload` with changed settings."""
     return dataclasses.replace(b, settings=b.settings.model_copy(update=changes))
 
 
@@ -106,9 +106,9 @@ def with_settings(b, **changes):
 
 
 def profile_operations(b):
-    """Profile rollout and update, and return rows with operation, share and calls, keyed by phase.
+    """Profile rollout and update of a `Workload`; return their eight longest operations, keyed by phase.
 
-    Rows are sorted by the device's own time; the last one counts reads of a value from a tensor.
+    A row has the keys operation, share (of the time, 0 to 1) and calls. One more row counts reads of a value from a tensor.
     """
     kinds = [torch.profiler.ProfilerActivity.CPU]
     kinds += [torch.profiler.ProfilerActivity.CUDA] if b.policy.device.type == "cuda" else []
@@ -135,7 +135,7 @@ def profile_operations(b):
 
 
 def without_compilation(b, call):
-    """Return a function that runs the call without compiled blocks and otherwise unchanged."""
+    """Return a function that calls `call` without compiled blocks, and otherwise unchanged."""
 
     def run_eagerly():
         """Run the call with compilation switched off."""
@@ -148,7 +148,10 @@ def without_compilation(b, call):
 
 
 def measure_optimisations(b, repeats):
-    """Measure each optimisation, and return rows with change, expected gain, seconds before and after, and a note."""
+    """Measure each optimisation on a `Workload`, and return one row per optimisation.
+
+    The keys are change, expected (the expected gain, in words), before, after (both in seconds) and note.
+    """
     rows = []
     device = b.policy.device
     paths = b.rollout()
@@ -158,6 +161,7 @@ def measure_optimisations(b, repeats):
     work = build_update_batch(every, chosen, b.chunks, b.settings.update_batch)
 
     def add_row(change, expected, before, after, note=""):
+        """Time the functions `before` and `after`, and add the row of this change."""
         seconds_before, seconds_after = alternate(before, after, device, repeats)
         rows.append(
             {
@@ -238,6 +242,7 @@ def measure_optimisations(b, repeats):
     for name in kernels:
 
         def other(call, name=name):
+            """Run the call with the attention backend `name`, then restore torch's own choice."""
             trainable.set_attention_backend(b.policy, name)
             call()
             with trainable.attention_backend("native"):
@@ -271,6 +276,7 @@ def measure_optimisations(b, repeats):
     if device.type == "cpu" and count > 1:
 
         def alone():
+            """Run rollout and update with one thread."""
             torch.set_num_threads(1)
             b.update(b.rollout())
             torch.set_num_threads(count)
@@ -305,7 +311,7 @@ def measure_optimisations(b, repeats):
 
 
 def measure_reward_optimisations(b, repeats):
-    """Measure prompt embeddings from disk, and scoring during the rollout; returns rows like `measure_optimisations`."""
+    """Measure what prompt embeddings from disk and scoring during the rollout gain; return rows as `measure_optimisations`."""
     rows = []
     texts = [b.prompts[i] for i in b.prompt_index.tolist()]
     (reward,) = b.scorers.values()  # the shipped settings have one reward
@@ -376,7 +382,10 @@ def measure_reward_optimisations(b, repeats):
 
 
 def growth_points(model):
-    """Yield each quantity that grows, with a list of its values and the settings of each value."""
+    """Yield (quantity, points) for images, transitions, resolution and chunk; a point is a value and its settings.
+
+    An example is ("images", [(12, ["prompts_per_iteration=1"]), ...]).
+    """
     large = model == "flux-size"
     prompts = (1, 2, 4) if large else (1, 2, 4, 8)
     lengths = (1, 2, 4, 8, 16)
@@ -396,7 +405,10 @@ def growth_points(model):
 
 
 def measure_growth(model, repeats, changes):
-    """Measure seconds, operations and memory at each point, and return lists of entries, keyed by quantity."""
+    """Measure seconds, operations and memory at each of the `growth_points`; return lists of entries, keyed by quantity.
+
+    The keys of an entry are value, rollout and update (seconds), transitions, flop and memory (bytes).
+    """
     found = {}
     for what, values in growth_points(model):
         found[what] = []
@@ -426,7 +438,7 @@ def measure_growth(model, repeats, changes):
 
 
 def measure_orders(settings, repeats):
-    """Measure our order and those of other code on the pocket model and on a medium-sized FLUX, with one thread."""
+    """Measure our order and those of three papers with one thread; return the results of `orders.measure`, keyed by model."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     middle = speed.load_workload_settings("flux-size", AT_256_IN_GROUPS)
@@ -439,7 +451,10 @@ def measure_orders(settings, repeats):
 
 
 def measure_processes(iterations):
-    """Measure a training iteration with one and two processes of one thread, and with one process of two threads."""
+    """Measure a training iteration with one and two processes of one thread, and with one process of two threads.
+
+    Returns one entry per case with the keys processes, threads and seconds, which is keyed by phase.
+    """
     found = []
     for processes, threads in ((1, 1), (2, 1), (1, 2)):
         settings = setting.load_settings(

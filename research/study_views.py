@@ -27,7 +27,7 @@ FALL_LEVELS = {
 
 def find_lasting_fall(
     values: np.ndarray,  # (n,), one number per iteration
-    level: str = "start",  # start or peak
+    level: str = "start",  # number that the curve falls below: start or peak
     window: int = 5,  # w, number of iterations in a mean
 ) -> int | None:  # first iteration, from 1, from which the curve stays below the level; None: never
     """Find the iteration from which a curve has fallen (a) below its start or its peak.
@@ -163,7 +163,7 @@ def category_table(
     rows: Sequence[Mapping],  # rows of finished runs
     reward: str,  # name of a reward with categories
     arm: str = "plain",  # arm of the evaluation
-    # arm of the study whose change is subtracted on the same seeds; None: show the change itself
+    # arm of the study whose change is subtracted, seed by seed; None: show the change itself
     reference: str | None = None,
 ) -> list[dict]:  # one per arm: texts, keyed by column; empty if the reward has no categories
     """Build a table of the change from the base in every category, with its interval over seeds."""

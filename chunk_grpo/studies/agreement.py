@@ -39,8 +39,8 @@ def read_published_tables(
 ) -> list[PublishedTable]:
     """Read published tables of methods from a file.
 
-    A method that has a row in the table of methods gets the name of that row. Raises InputError if the file does not
-    have the right format.
+    If the table of methods has a row for a method, the method gets the name of that row. Raises InputError if the file
+    does not have the right format.
     """
     file = Path(file or PRESETS_DIR / "published_tables.yaml")
     content = read_yaml_file(file)
@@ -68,7 +68,7 @@ def concordance(
     ours: Mapping[str, float],  # our scores, keyed by method; higher is better
     copied: Sequence[str] = (),  # methods with copied scores; a pair of two of these does not count
 ) -> tuple[int, int]:  # pairs in the same order minus those in the opposite order, and all pairs
-    """Count how many pairs of shared methods have the same order in both sets of scores."""
+    """Compare the order of each pair of shared methods in both sets of scores; a tie counts only among all pairs."""
     shared = sorted(theirs.keys() & ours.keys())
     pairs = [pair for pair in combinations(shared, 2) if not set(pair) <= set(copied)]
     agreement = 0
@@ -104,7 +104,8 @@ def agreement_table(
 ) -> pd.DataFrame:  # with the columns table, paper, metric, methods, pairs, tau and p
     """Compare our order of methods with that of each published table.
 
-    There is a row for each table that has two or more of our methods.
+    There is a row for each table that has two or more of our methods: `tau` is Kendall's tau (a), `p` its exact one-sided
+    p-value, and `methods` and `pairs` are the numbers of shared methods and of their pairs.
     """
     rows = []
     for table in tables:
@@ -130,7 +131,10 @@ def mean_agreement(
     draws: int = 10_000,  # number of permutations of our scores
     seed: int = 0,  # seed of the permutations
 ) -> dict[str, float]:  # keyed by tau, p and papers; tau and p are nan if no table shares a pair
-    """Average tau within papers and then over papers, and estimate its one-sided p-value by permutations."""
+    """Average tau within papers and then over papers, and estimate its one-sided p-value by permutations.
+
+    `papers` is the number of papers that share a pair of methods with us.
+    """
     names = sorted(name for name in ours if any(name in table.scores for table in tables))
     index = {name: i for i, name in enumerate(names)}
 
@@ -167,7 +171,9 @@ def mean_agreement(
 def papers_agreement(
     tables: Sequence[PublishedTable],
 ) -> pd.DataFrame:  # with the columns paper, other, pairs and tau
-    """Compute Kendall's tau between every two papers that both rank a pair of methods, one row per pair of papers.
+    """Compute Kendall's tau between any two papers that rank the same pair of methods; return one row per pair of papers.
+
+    `paper` and `other` name the papers, and `pairs` is the number of pairs of methods that both rank.
 
     A pair of methods does not count if both scores were copied from another paper.
     """

@@ -45,7 +45,9 @@ STUDY_ROWS_FOLDER = PRESETS_DIR / "results" / "studies"
 def describe_study(
     name: str,  # name of a study, such as chunk-setting, or its folder
 ) -> dict:
-    """Return the fields of a study, keyed by name, with `seeds` as a list, and `seeds_of_arm`, the seeds of each arm.
+    """Return the fields of a study as a dict, in which `seeds` is the list of all seeds.
+
+    It has one more key, `seeds_of_arm`, which maps each arm to the list of its seeds.
 
     Raises InputError if there is no such study.
     """
@@ -89,7 +91,7 @@ def missing_runs_note(
     rows: Sequence[Mapping],  # rows of finished runs
     study: Mapping,  # fields of the study, see `describe_study`
 ) -> str:
-    """Return a sentence that lists the planned arms and seeds without a run, or says that there are none."""
+    """Return a sentence such as "Still missing: chunk (seed 3, 4)." or "Every arm has its 5 planned seeds."."""
     counts = sorted({len(seeds) for seeds in study["seeds_of_arm"].values()})
     planned = " or ".join(map(str, counts))
     if not rows:
@@ -180,9 +182,9 @@ def paired_intervals(
     reference: str,  # arm that the others are compared with
     arm: str = "plain",  # arm of the evaluation
 ) -> pd.DataFrame:  # a row per arm, with the columns of `t_intervals`
-    """Compute each arm's mean difference (a) to the reference arm on the same seeds, with its interval.
+    """Compute each arm's mean difference (a) from the reference arm on the same seeds, with its interval.
 
-    Raises InputError if the reference has no run.
+    The columns are n, mean, se, lo, hi, p and holm. Raises InputError if the reference has no run.
     """
     if reference not in arms_with_runs(rows):
         available = ", ".join(arms_with_runs(rows)) or "none yet"
@@ -244,7 +246,7 @@ def common_rewards(rows: Sequence[Mapping]) -> list[str]:
 def format_difference(
     difference: Mapping,  # with the keys mean, lo and hi; nan if there is only one seed
 ) -> str:
-    """Format a difference with its interval, or without one if there is only one seed."""
+    """Format a difference with its interval, such as "+0.020 (+0.010 to +0.030)", or the mean alone for one seed."""
     numbers = {}
     for name in ("mean", "lo", "hi"):
         is_nan = difference[name] != difference[name]
@@ -255,7 +257,10 @@ def format_difference(
 def cost_columns(
     runs: Sequence[Mapping],  # rows of one arm's runs
 ) -> dict[str, str]:
-    """Return an arm's number of seeds, its chunks and its mean cost per run as texts, keyed by column."""
+    """Return the seeds, chunks and mean cost per run of an arm as texts.
+
+    The keys are the columns seeds, chunks, images seen, transitions trained and CPU time.
+    """
     mean = pd.DataFrame(runs)[["images", "transitions", "cpu_seconds"]].mean()
     settings = runs[0]["settings"]
     chunks = settings["chunks"]
@@ -276,7 +281,11 @@ def study_table(
     rows: Sequence[Mapping],  # rows of finished runs
     reference: str | None = None,  # arm that the others are compared with; None: no comparison
 ) -> list[dict]:  # one per arm: texts, keyed by column
-    """Build the table of a study: per arm its seeds, chunks and cost, then its gain and difference per reward."""
+    """Build the table of a study: the seeds, chunks and cost of each arm, then its gain in each reward.
+
+    The columns are arm, those of `cost_columns`, and for each reward "REWARD: gain". With a reference, "REWARD: minus
+    REFERENCE" and "REWARD: p (Holm)" follow.
+    """
     lines = []
     for arm in arms_with_runs(rows):
         runs = [row for row in rows if row["arm"] == arm]
@@ -306,9 +315,9 @@ def outcome_table(
     rows: Sequence[Mapping],  # rows of finished runs
     reference: str,  # arm that the others are compared with
 ) -> str:
-    """Format the gains and differences of a study's arms as a table of plain text.
+    """Format the gains of a study's arms, and their differences from the reference, as a table of plain text.
 
-    It has no differences if the reference has no run.
+    The table has no differences if the reference has no run.
     """
     table = pd.DataFrame(
         study_table(rows, reference if reference in arms_with_runs(rows) else None)
@@ -319,8 +328,8 @@ def outcome_table(
 # %% ../../nbs/13_studies/03_analysis.ipynb #271ce43e
 def differing_settings(
     rows: Sequence[Mapping],  # rows of finished runs
-) -> list[dict]:  # one per arm: its name and these settings as texts
-    """Return the settings in which the arms differ, for each arm.
+) -> list[dict]:  # one per arm: its name under `arm`, and the value of each setting as text
+    """Return for each arm the values of the settings in which the arms differ.
 
     Raises InputError if runs of one arm differ in more than the seed.
     """
@@ -365,7 +374,7 @@ def plot_forest(
     reward: str,  # name of a reward that was evaluated
     reference: str,  # arm that the others are compared with
 ) -> Figure:
-    """Draw each arm's paired difference to the reference with its 95% interval, and single seeds as dots."""
+    """Draw each arm's paired difference from the reference with its 95% interval, and single seeds as dots."""
     intervals = paired_intervals(rows, reward, reference)
     seeds = paired_differences(gains_by_seed(rows, reward), reference)
     figure, axes = create_subplots(size=(7.0, 0.9 + 0.34 * len(intervals)))

@@ -138,11 +138,11 @@ class Study(BaseModel):
         return range(self.first_seed, self.first_seed + count)
 
     def seeds_of(self, arm: str) -> range:
-        """Return the seeds of one arm."""
+        """Return the seeds of one arm, which begin at `first_seed`: as many as `more_seeds` gives for it, else `seeds`."""
         return range(self.first_seed, self.first_seed + self.more_seeds.get(arm, self.seeds))
 
     def grid_of(self, arm: str) -> dict[str, list[Any]]:
-        """Return the values that an arm tries, keyed by setting: those in `tune`, then the arm's own in `tune_own`."""
+        """Return the values that an arm tries in tuning, keyed by setting: `tune`, then the arm's entry in `tune_own`."""
         return {**self.tune, **self.tune_own.get(arm, {})}
 
     @model_validator(mode="after")
@@ -241,10 +241,10 @@ def load_study(
 def read_tuned(
     home: Path,  # the study's folder
 ) -> dict[str, dict]:
-    """Read the best point of each arm on validation prompts from `tuned.yaml`, keyed by arm.
+    """Read the settings that tuning found best for each arm on validation prompts, from `tuned.yaml`, keyed by arm.
 
-    A point holds `settings`, among others. Returns an empty dict if there is no such file. Raises InputError if a
-    point has no settings.
+    Each value is a dict with the key `settings`, and further keys such as `gain` and `points`. Returns an empty dict if
+    there is no such file. Raises InputError if an arm has no settings.
     """
     file = home / TUNED_FILE
     best_points = read_yaml_file(file) if file.is_file() else {}
@@ -260,9 +260,10 @@ def _arm_settings(
     study: Study,
     home: Path,  # the study's folder
 ) -> dict[str, Settings]:
-    """Return the settings of every arm with the first seed, keyed by arm: base, the arm's changes, then tuned values.
+    """Return the settings of every arm with the first seed, keyed by arm.
 
-    Raises InputError if settings or an evaluation are invalid, or an arm cannot continue from the one in `after`.
+    Values in tuned.yaml override the changes of the arm, and these override base.yaml. Raises InputError if settings or an
+    evaluation are invalid, or an arm cannot continue from the one in `after`.
     """
     base = setting.read_settings_file(home / "base.yaml")
     tuned = read_tuned(home)
@@ -304,18 +305,18 @@ class Trial:
     arm: str
     seed: int
     settings: Settings  # settings of the training run
-    evaluation: dict  # settings that the evaluation changes
-    splits: int  # evaluate hybrid inference at splits this many steps apart; 0: as in a run
+    evaluation: dict  # settings that the evaluation changes, keyed by name
+    splits: int  # steps between two splits of hybrid inference to evaluate; 0: only the usual arms
     after: str | None = None  # arm whose finished run it continues; None: start from the base
     plan: dict | None = None  # record of the study's plan, see `plan_record`
 
     @property
     def name(self) -> str:
-        """Return the name of the trial's folder."""
+        """Return the name of the trial's folder, ARM-SEED."""
         return f"{self.arm}-{self.seed}"
 
     def code_hashes(self) -> dict[str, str]:
-        """Return the hashes of the user code that training and evaluation use; empty without user code."""
+        """Return the sha256 of each file of user code that training and evaluation use, keyed as in `find_code`."""
         return code_hashes(setting.load_settings(self.settings, self.evaluation))
 
 
@@ -452,7 +453,7 @@ def write_new_study(
 # %% ../../nbs/13_studies/00_design.ipynb #plan-code
 def _git(
     folder: Path,  # folder in which git runs
-    *arguments: str,  # of git
+    *arguments: str,  # arguments of git
 ) -> subprocess.CompletedProcess:  # with the output as bytes
     """Run git in a folder, without git's environment variables and without replaced objects."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
@@ -539,9 +540,11 @@ def plan_record(
     home: Path,  # the study's folder
     unplanned: bool = False,  # accept a plan that is not committed, and record that
 ) -> dict:  # keyed by sha256, commit, unplanned and peeks
-    """Return the record of a study's plan that each row stores: its hash, its commit and whether it was unplanned.
+    """Return the record of a study's plan that each row stores.
 
-    Raises InputError if the plan is not committed and `unplanned` is False.
+    `sha256` is the hash of the plan's files, `commit` the commit that contains them or None, `unplanned` whether
+    the runs count as unplanned, and `peeks` an empty list, to which `record_looks` adds. Raises InputError if
+    the plan is not committed and `unplanned` is False.
     """
     study_files = (home / "study.yaml", home / "base.yaml", home / TUNED_FILE)
     files = {file: file.read_bytes() for file in study_files if file.is_file()}
@@ -584,7 +587,7 @@ def find_finished_row(
     out: Path,  # the study's folder of runs
     finished_rows: Iterable[dict] = (),  # rows of trials that were finished elsewhere
 ) -> dict | None:
-    """Find the row of a trial if it is finished, and return it with the trial's study, arm and seed, else None.
+    """Find the row of a finished trial, and return it with this trial's study, arm and seed; return None if there is none.
 
     The row comes from the trial's folder or from `finished_rows`; its settings, evaluation, model, prompts and code must be
     those of the trial. Raises InputError if a row lacks a field.

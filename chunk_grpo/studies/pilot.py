@@ -33,7 +33,8 @@ def tuning_arms(
 ) -> dict[str, tuple[str, dict]]:  # arm of the tuning study -> arm of the study, and point
     """Return the arms of the tuning study: each arm with each point of its grid, and then with its added points.
 
-    Raises InputError if an arm has no grid.
+    A point is a dict with one value for each tuned setting. The keys are ARM@0, ARM@1 and so on. Raises InputError if
+    an arm has no grid.
     """
     arms = {}
     for arm in study.arms:
@@ -124,7 +125,7 @@ def settings_at_edge(
 ) -> list[str]:
     """Return the settings in which a point has the first or the last value that was tried.
 
-    Numbers are sorted first. With two values, both are at the edge.
+    Numbers are sorted first. If two values were tried, both are at the edge; if only one was tried, it is not.
     """
     edge = []
     grid = study.grid_of(arm) if arm else study.tune
@@ -147,7 +148,11 @@ def choose_settings(
     rows: Sequence[Mapping],  # rows of the tuning study
     added_points: Mapping[str, Sequence[dict]] = {},  # arm -> points beyond its grid
 ) -> dict[str, dict]:  # keyed by arm, then by settings, gain, edge and points
-    """Choose the best point of every arm by its mean gain over the seeds of the tuning study."""
+    """Choose the best point of every arm by its mean gain over the seeds of the tuning study.
+
+    `settings` and `gain` are those of the best point, `edge` lists its settings at the edge of the grid, and `points`
+    has all points, each with its gain and its gains per seed.
+    """
     results = {arm: {"points": []} for arm in study.arms}
     gains = gains_by_seed(rows, study.outcome)
     for name, (arm, point) in tuning_arms(study, added_points).items():
@@ -171,7 +176,7 @@ def next_points(
     """Return the points beyond the grid that arms try next.
 
     If an arm's best point has the smallest or the largest number of a setting that it tried, the arm tries the next
-    number in the same ratio, and keeps the best point's other values.
+    number in the same ratio, such as 4e-4 after 1e-4 and 2e-4, and keeps the best point's other values.
     """
     further: dict[str, list[dict]] = {}
     for arm, best in choices.items():
@@ -218,7 +223,7 @@ def tune_study(
     finished_rows: Sequence[Mapping] = (),  # rows of trials that were finished elsewhere
     log: Callable[[str], None] = print,  # receives status lines
 ) -> dict[str, dict]:  # keyed by arm, then by settings, gain, edge and points
-    """Tune the arms of a study on validation prompts, and write each arm's best settings to tuned.yaml."""
+    """Tune the arms of a study on validation prompts; write the results of `choose_settings` to tuned.yaml, and return them."""
     home = find_study_folder(source)
     out = Path(out or Path("runs") / "studies" / f"{home.name}-tuning")
     study = load_study(source)
@@ -254,9 +259,10 @@ def tune_study(
 def tuning_table(
     source: str | Path,  # name of a study, or its folder
 ) -> list[dict]:
-    """Return a row per arm for a table of its best settings, their gain, and the range of the other points' gains.
+    """Return a table of the best settings as one row of texts per arm; the list is empty if nothing was tuned.
 
-    The last column lists the settings at the edge of the grid. The list is empty if nothing was tuned.
+    The columns are arm, the tuned settings, gain, "other points" (the range of their gains) and "at the edge" (the
+    settings whose best value lies at the edge of the grid).
     """
     study = load_study(source)
     rows = []
@@ -321,7 +327,8 @@ def pilot_difference_sd(
 ) -> pd.DataFrame:  # a row per arm, with the columns seeds, gain, difference, sd and relative_sd
     """Compute how much the paired differences of pilot runs vary over seeds.
 
-    `sd` is the standard deviation of the differences, and `relative_sd` its ratio to the reference's gain. Raises
+    `seeds` is the number of paired runs, `gain` the mean gain of the arm, `difference` and `sd` the mean and the standard
+    deviation of the differences, and `relative_sd` the ratio of `sd` to the reference's gain. Raises
     InputError if the reference has fewer than two runs.
     """
     gains = gains_by_seed(rows, outcome)
@@ -374,7 +381,8 @@ def tuning_difference_sd(
 ) -> pd.DataFrame:  # a row per arm, with the columns seeds, gain, difference, sd and relative_sd
     """Compute how much paired differences vary between seeds, pooled over the points of a tuning grid.
 
-    The columns are those of `pilot_difference_sd`, but `seeds` is the number of degrees of freedom plus one.
+    The columns are those of `pilot_difference_sd`, but `seeds` is the number of degrees of freedom plus one. Points at which
+    one of the two arms gained nothing are left out.
     """
     baseline = tuned[reference]
     rows = {}
@@ -404,11 +412,11 @@ def tuning_difference_sd(
 def plan_table(
     source: str | Path,  # name of a study, or its folder
 ) -> pd.DataFrame:
-    """Compute from the tuning results of a study how many seeds each arm needs, and the power that it has.
+    """Compute from the tuning results of a study how many seeds each arm needs, and the power of the planned seeds.
 
-    The table has a row per arm with relative_sd, seeds, and `needed` and `power` at the smallest effect of interest,
-    also with the level corrected for the number of arms. It is empty if nothing was tuned. Each point must have been
-    tried with at least two seeds.
+    There is a row per arm. The columns are relative_sd, seeds, and `needed` and `power` at the smallest effect of interest,
+    then both with the level divided by the number of arms (", corrected"). The table is empty if nothing was tuned. Each
+    point must have been tried with at least two seeds.
     """
     study = load_study(source)
     tuned = read_tuned(find_study_folder(source))

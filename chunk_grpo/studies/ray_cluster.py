@@ -48,7 +48,7 @@ def trial_resources(
     trial: Trial,
     has_gpus: bool,  # whether the cluster has GPUs
 ) -> dict[str, float]:
-    """Return the resources that a trial needs, keyed by Ray's resource names: CPU and, if there are GPUs, GPU."""
+    """Return the resources that a trial needs, under Ray's names: {"CPU": threads} and, if there are GPUs, "GPU": 1."""
     resources: dict[str, float] = {"CPU": trial.settings.threads or 1}
     if has_gpus:
         resources["GPU"] = 1
@@ -82,7 +82,7 @@ def node_problem(
     mark: Path,  # marker file that the caller left in the study's folder of runs
     version: str = __version__,  # version of the caller's package
 ) -> str | None:  # one sentence
-    """Return the reason why this node cannot run trials, or None if it can."""
+    """Return why this node cannot run trials (another version of the package, or no marker file), or None if it can."""
     if version != __version__:
         return f"the node {platform.node()} must have chunk-grpo {version}, as the caller; it has {__version__}"
     if not mark.is_file():
@@ -95,8 +95,8 @@ def run_on_node(
     mark: Path,  # marker file that the caller left in the study's folder of runs
     working_folder: str,  # the caller's, to which relative paths in settings refer
     version: str = __version__,  # version of the caller's package
-) -> dict:  # keyed by row and seconds, or by failed
-    """Train and evaluate a trial on this node; return its row, or the reason why it failed."""
+) -> dict:  # the keys are row and seconds, or only failed
+    """Train and evaluate a trial on this node; return its row and the time it took, or the reason why it failed."""
     problem = node_problem(mark, version)
     if problem:
         return {"failed": problem}
@@ -132,7 +132,7 @@ class RayPool:
         unfinished: Sequence[Trial],  # trials that are left to run
         timeout: float = 120.0,  # time for the nodes to answer, s
     ) -> int:
-        """Leave a marker file, check the nodes, and return the number of trials, since Ray's queue has room for all.
+        """Leave a marker file, check the nodes, and return the number of unfinished trials: Ray can queue all of them.
 
         Raises InputError if a node that could get a trial cannot run it.
         """

@@ -54,7 +54,7 @@ _CURVES = (
 
 
 def _round(value: float | list | None) -> float | None:
-    """Round to six significant digits; a list with a value per chunk is averaged first, without untrained chunks."""
+    """Round a value to six significant digits, after averaging it over trained chunks if it is a list; None stays None."""
     if isinstance(value, list):
         trained = [x for x in value if x is not None]
         value = sum(trained) / len(trained) if trained else None
@@ -64,10 +64,10 @@ def _round(value: float | list | None) -> float | None:
 
 
 def _build_curves(
-    lines: list[dict],  # lines of the metrics
+    lines: list[dict],  # metrics, one dict per iteration
     fields: Mapping[str, str],  # name of a curve -> field of the metrics
 ) -> dict[str, list]:
-    """Collect rounded values from lines of the metrics, keyed by `iteration` and the names of the curves."""
+    """Return one list of rounded values per curve, keyed by its name, and the list `iteration`."""
     curve: dict[str, list] = {"iteration": [line["iteration"] for line in lines]}
     for name, field in fields.items():
         curve[name] = [_round(line.get(field)) for line in lines]
@@ -75,9 +75,12 @@ def _build_curves(
 
 
 def metric_curves(
-    lines: list[dict],  # lines of the metrics, iteration 0 first
+    lines: list[dict],  # metrics, one dict per iteration, iteration 0 first
 ) -> tuple[dict[str, list], dict[str, list]]:  # on training prompts, on held-out prompts
-    """Return the curves of a run, keyed by `iteration` and the names of the curves."""
+    """Return two dicts of curves, which have one number per iteration: those of training, and held-out scores.
+
+    Both have the key `iteration`. The other keys are the rewards and, in the first dict, metrics such as `grad_norm`.
+    """
     training_lines = [line for line in lines if "reward_mean" in line]
     held_out_lines = [line for line in lines if any(name.startswith("eval_") for name in line)]
 
@@ -114,9 +117,9 @@ def _preservation_counts(
     rewards: Mapping[str, dict],  # results in the evaluation's summary, keyed by reward
     arm: str,  # arm of the evaluation
 ) -> dict[str, dict]:
-    """Count what the base had right and training lost, and what it missed and training gained.
+    """Count what the base rendered correctly and training lost, and what the base missed and training gained.
 
-    The counts are keyed by reward, then by kind, then by right, lost, missed and gained.
+    The counts are keyed by reward, then by kind (objects or images), then by right, lost, missed and gained.
     """
     counts = {}
     for name, result in rewards.items():
@@ -219,7 +222,7 @@ def main(
 
 # %% ../../nbs/13_studies/01_study.ipynb #a9c941b4
 def trial_plans(run: Path) -> list[dict]:
-    """Return the plan records in a trial's `run.json`, `trial.json` and `row.json`; empty if there are none."""
+    """Return the plan records (see `plan_record`) in a trial's `run.json`, `trial.json` and `row.json`, if there are any."""
     files = [run / name for name in ("run.json", "trial.json", "row.json")]
     plans = [read_json(file).get("plan") for file in files if file.is_file()]
     return [plan for plan in plans if plan]
@@ -227,9 +230,9 @@ def trial_plans(run: Path) -> list[dict]:
 
 def read_looks(
     out: Path,  # the study's folder of runs
-    plan: Mapping | None,  # record of the study's present plan; None: use only those of its trials
+    plan: Mapping | None,  # the study's current plan record; None: only plans in its trials count
 ) -> list[int]:  # ascending
-    """Return the number of finished trials at each interim look at the outcomes of a study.
+    """Return, for each interim look at a study's outcomes, the number of trials that had finished.
 
     Collects the looks from `peeks.json`, from the trials' files, and from the rows in results.jsonl that have the
     study's plan.
@@ -369,7 +372,7 @@ class LocalPool:
 def gain_line(
     row: dict,  # row of a finished trial
 ) -> str:
-    """Return one line with each reward's gain: its mean on held-out prompts, trained minus base."""
+    """Return one line with the gain in each reward (mean on held-out prompts, trained minus base): "NAME +0.012  ..."."""
     base = row["scores"]["base"]
     trained = row["scores"]["plain"]
     return "  ".join(f"{name} {fmean(x) - fmean(base[name]):+.3f}" for name, x in trained.items())
@@ -380,7 +383,7 @@ def format_time_left(
     iterations_done: int,  # iterations that this call has trained
     seconds: float,  # time that this call has taken so far
 ) -> str:
-    """Format the time that the remaining iterations will take at the speed so far."""
+    """Format the remaining time at the speed so far, such as "about 45 min left" or "time left: not known yet"."""
     if iterations_done < 1:
         return "time left: not known yet"
     minutes = iterations_left * seconds / iterations_done / 60
@@ -469,7 +472,7 @@ class _Progress:
         processes: int,  # number of trials at once
         status_interval: float,  # time between two status lines, s
     ) -> None:
-        """Run the unfinished trials on a pool, until none is running and no other can begin."""
+        """Run the unfinished trials on a pool, until none is running and no other can begin; collect errors in `failed`."""
         waiting = self.unfinished()
         last_status = time.time()
         while True:
@@ -521,7 +524,7 @@ def study_lock(
 # %% ../../nbs/13_studies/01_study.ipynb #57a705e5
 def _check_plan_unchanged(
     out: Path,  # the study's folder of runs
-    plan: Mapping,  # record of the study's present plan, see `plan_record`
+    plan: Mapping,  # record of the study's current plan, see `plan_record`
 ) -> None:
     """Raise InputError if a trial began with another plan, unless the plan is marked as unplanned."""
     for folder in sorted(out.glob("[!.]*/")):  # hidden folders are incomplete, left by a kill
@@ -562,7 +565,7 @@ def run_study(
     unplanned: bool = False,  # begin without a committed plan; the rows record it
     peek: bool = False,  # print gains before the last trial has ended; the rows record it
 ) -> list[dict]:  # rows of the requested trials, in their order
-    """Run or continue a study, and return a row of results per trial.
+    """Run or continue a study, and return one row of results per trial.
 
     Raises InputError for wrong input before any folder is created, and TrainingFailed if trials failed, after the
     others have ended.

@@ -192,6 +192,9 @@ def method_grid(
 ) -> dict[str, list]:  # a setting and its three values
     """Return the setting that a method tunes in addition to the learning rate, with the values to try.
 
+    It is the class's `tuning_grid`, else its first numeric option, else the grid of the protocol's reference if the method
+    uses a ratio, else `updates_per_iteration`.
+
     Raises InputError if the class declares an invalid `tuning_grid`, or a tuned setting is changed by the method or
     fixed by the protocol.
     """
@@ -361,7 +364,7 @@ def watch_opens(
     lists: Sequence[HeldOutList],
     code: Iterable[Path],  # code files of the method
 ) -> Iterator[list[str]]:  # such as "line 2 of hidden.py opens test192.txt"
-    """Record in a list each held-out file that is opened while a function in the method's code is running."""
+    """Yield a list, to which each held-out file is added that is opened while a function in the method's code is running."""
     if not getattr(_report_open, "is_installed", False):
         sys.addaudithook(_report_open)
         _report_open.is_installed = True
@@ -496,7 +499,7 @@ def plan_content(
     other_arms: Sequence[str] = (),  # arms of the protocol to include, in addition to its reference
     quick: bool = False,  # fewer seeds and a smaller grid
 ) -> dict:
-    """Build the content of a try's study.yaml: arms, seeds, comparisons and tuning grids."""
+    """Build the content of a try's study.yaml, keyed by the fields of `Study`; the first arm is that of the method."""
     reference = protocol.reference
     own_arm = checked.name
     if own_arm in protocol.arms:
@@ -537,7 +540,7 @@ def write_plan(
     protocol: str | Path,  # name of a study, or its folder
     method: str,  # FILE.py:Class
 ) -> Path:  # the folder
-    """Write the files of a try's study, and check that its trials are valid."""
+    """Write the files of a try's study, and check its trials; raise InputError if one is invalid."""
     home = find_study_folder(protocol)
     base = setting.resolve_code_files(setting.read_settings_file(home / "base.yaml"), home)
     arms = {}
@@ -584,7 +587,7 @@ def describe_comparison(
     row: Mapping,  # a comparison, with the keys reference, n, lo, hi and holm
     smallest: float,  # smallest effect of interest, in units of the outcome; 0: none
 ) -> str:
-    """Describe a comparison: ahead, behind or not different, and whether an effect of interest is excluded."""
+    """Describe a comparison, such as "ahead of steps" or "not different from steps: an effect of interest is excluded"."""
     other = row["reference"]
     if row["n"] < 2:
         return "one seed decides nothing"
@@ -608,7 +611,8 @@ def comparison_table(
     """Compare the method with the base, with the reference, and with each other arm, on the seeds that both have.
 
     The columns are family, arm, reference, n, mean, se, lo, hi, p, holm, smallest, power, detectable and result.
-    `reference` is the arm that is subtracted, and `result` describes the comparison in words.
+    `reference` is the arm that is subtracted, `smallest` the smallest effect of interest, `power` the probability of
+    detecting it, `detectable` the difference that is detected with a power of 0.8, and `result` a description in words.
     """
     gains = analysis.gains_by_seed(rows, study.outcome)
     gain = t_intervals(gains[[own_arm]]).assign(
@@ -638,7 +642,7 @@ def comparison_table(
 def rank_table(
     rows: Sequence[Mapping],  # rows of finished trials
     outcome: str,  # name of the reward that decides
-) -> list[dict]:  # one per arm, with its rank, name and gain
+) -> list[dict]:  # best first, keyed by rank, arm and gain (95% interval)
     """Rank the arms and the base by their mean gain."""
     gains = t_intervals(analysis.gains_by_seed(rows, outcome))
     texts = {arm: analysis.format_difference(row) for arm, row in gains.iterrows()}
@@ -675,7 +679,7 @@ def markdown_table(
 def format_comparisons(
     table: pd.DataFrame,  # from `comparison_table`
 ) -> list[dict]:  # one per comparison: texts, keyed by column
-    """Format the comparisons as rows of a table on the page."""
+    """Format each comparison for the page: its difference with the interval, p-value, power and result in words."""
     formatted = []
     for _, row in table.iterrows():
         formatted.append(
@@ -785,6 +789,7 @@ def _hide_gains(
     """Wrap `log` so that it gets all status lines but not the gains of single trials, which begin with spaces."""
 
     def say_without_gains(line: str) -> None:
+        """Pass a line to `log`, unless it begins with two spaces."""
         if not line.startswith("  "):
             log(line)
 
@@ -895,7 +900,7 @@ def default_folder(
     source: str,  # FILE.py or FILE.py:Class
     quick: bool,  # whether the try is quick
 ) -> Path:
-    """Return the default folder of a try: runs/try/FILE or runs/try/FILE-quick."""
+    """Return the default folder of a try of FILE.py: runs/try/FILE, or runs/try/FILE-quick if it is quick."""
     stem = Path(split_source(source)[0]).stem
     return Path("runs") / "try" / (f"{stem}-quick" if quick else stem)
 
@@ -964,7 +969,7 @@ def try_method(
 def summarise_try(
     out: Path,  # folder of a finished try
 ) -> list[str]:
-    """Summarise a finished try in a few sentences, from its plan and its rows."""
+    """Summarise a finished try in a few sentences: the method's rank, and the result of each comparison."""
     study = load_study(out / "plan")
     rows = read_json_lines(out / "trials" / "results.jsonl")
     return summary_lines(rows, study, read_json(out / "try.json")["quick"])

@@ -202,6 +202,7 @@ def hard_negatives(
     """Return every caption that differs in one word and is false for each picture of `caption`."""
 
     def variety(text):
+        """Return the number of different shapes and of different colours in a caption."""
         shapes, colours = zip(*parse_caption(text).objects, strict=True)
         return len(set(shapes)), len(set(colours))
 
@@ -454,6 +455,7 @@ class PocketFlow(nn.Module):
     """A velocity network and text encoders that are trained together."""
 
     def __init__(self):
+        """Build the tokenizers, the velocity network and the text encoders with random weights."""
         super().__init__()
         self.tokenizers = {"clip": new_tokenizer("clip"), "t5": new_tokenizer("t5")}
         words = len(self.tokenizers["t5"])

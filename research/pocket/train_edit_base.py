@@ -243,6 +243,7 @@ def train_edit_base(
     rows = json.loads(rows_file.read_text()) if rows_file.exists() else []
 
     def judge(done):
+        """Measure the averaged weights on the validation list after `done` steps, and record the result."""
         averaged = copy.deepcopy(model)
         ema.copy_to(averaged.parameters())
         numbers = measure_edits(averaged.eval(), vae, "validation", images=4)

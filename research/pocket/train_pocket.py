@@ -364,6 +364,7 @@ def build_optimizers(
     """Build Muon for the matrices inside blocks and AdamW for all other parameters."""
 
     def inside(name, p):
+        """Return True if a parameter is a matrix inside a block."""
         return (
             p.ndim == 2 and any(word in name for word in ("block", "layers")) and "bias" not in name
         )
@@ -454,6 +455,7 @@ def train_flow(
     )
 
     def keep(done):
+        """Save the averaged weights after `done` steps."""
         averages = zip(model.named_parameters(), ema.shadow_params, strict=True)
         save_file(
             {of: p.clone() for (of, _), p in averages}, work / f"{name}-{done:06d}.safetensors"
@@ -601,6 +603,7 @@ def train_clip(
     parts = {"model": model, "optimizer": optimizer, "schedule": schedule}
 
     def take_step(step):
+        """Take one training step, and return its loss."""
         loss = clip_step_loss(
             model, words, data=data, batch=batch, get_negative_prompts=negatives, seed=(seed, step)
         )
