@@ -32,8 +32,6 @@ LIMIT = 500_000
 KEPT = ("text/plain", "text/html", "text/markdown", "image/png", "image/svg+xml")
 # names in a page that may print docstrings, comments or source code: then these decide its outputs too
 PRINTS_DOCS = r"\bhelp\(|__doc__|getsource|getdoc|describe_parameters"
-    r"\bhelp\(|__doc__|getsource|getdoc|\binspect\b|\btokenize\b|read_text|describe_parameters"
-)
 SKIPPED = {"eval: false", "notest", "slow", "gpu"}
 
 
