@@ -97,8 +97,8 @@ class ChunkMixture(Method):
     def check(self) -> None:
         """Raise InputError unless the window is frozen and ends where one of several fixed chunks ends.
 
-        Also raises it for the surrogate dppo, for every `step_weights` except one and chunk sizes, and for settings that
-        `Method.check` rejects.
+        Also raises it for the surrogate dppo, for the step weights noise, interval, inverse-interval and flash, and for
+        settings that `Method.check` rejects.
         """
         name = self.settings.method
         settings = self.settings

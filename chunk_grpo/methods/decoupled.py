@@ -73,8 +73,7 @@ def normalised_error(
 
 # %% ../../nbs/08_methods/01_decoupled.ipynb #b6a6a633
 def levels_of_chunks(
-    chunks: Chunks
-    | list[Chunks],  # chunks of levels: one partition for all images, or one per image
+    chunks: Chunks | list[Chunks],  # of levels: one partition for all images, or one per image
     # (B, k) long, sampled chunk numbers of each image in increasing order; -1 pads shorter rows
     chosen: Tensor,
 ) -> Tensor:  # (B, n) long, level indices in increasing order; -1 pads shorter rows
@@ -106,7 +105,10 @@ class Decoupled(Method):
     requirement_reason = "trains levels of final images"
 
     def __init__(self, settings: Settings):
-        """Set `sample_is_chunk` to True if a subclass overrides `chunks`; require surrogate clip if none is used."""
+        """Set `sample_is_chunk` to True for a subclass that overrides `chunks`.
+
+        A method that does not use the setting `surrogate` also requires its default, clip.
+        """
         super().__init__(settings)
         # The chunks of a subclass define its chunk samples, so they are not only a way to select levels.
         self.overrides_chunks = type(self).chunks is not Decoupled.chunks
@@ -206,7 +208,7 @@ class Decoupled(Method):
         """Select the chunks of `chunks` that each image trains, and return their numbers.
 
         If each chunk is a single level and `sample_is_chunk` is False, the function samples from `chunks_of_levels`
-        instead, and returns all levels of the sampled chunks. Otherwise it samples from `chunks`.
+        instead, and returns the indices of all levels in the sampled chunks. Otherwise it samples from `chunks`.
         """
         settings = self.settings
         partitions = [chunks] if isinstance(chunks, Chunks) else chunks
@@ -481,7 +483,10 @@ class Nft(Decoupled):
         self,
         terms: ChunkTerms,  # terms of N chunk samples; `terms.statistic` is (N, 2), from `statistic`
     ) -> Tensor:
-        """Return -5 / beta times the weighted sum of both errors, (N,); the better the image, the more v+ counts."""
+        """Return -5 / beta times (y e+ + (1 - y) e-), (N,), where e+ and e- are the errors of v+ and v-.
+
+        y is the advantage A scaled to A / 10 + 0.5 and clamped to [0, 1].
+        """
         goodness = (terms.advantage / 10 + 0.5).clamp(0, 1)  # the advantage scaled to [0, 1]
         mixed, mirrored = terms.statistic.unbind(1)
         return -5 / self.beta * (goodness * mixed + (1 - goodness) * mirrored)

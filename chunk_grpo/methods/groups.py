@@ -46,12 +46,14 @@ class Tmpo(Method):
 
     def objective(
         self,
-        terms: ChunkTerms,  # mean log-density of each path's transitions, standardised rewards
+        # terms of N paths: `terms.statistic`, (N,), is the mean log-density of the transitions of a path, and
+        # `terms.advantage`, (N,), its standardised reward
+        terms: ChunkTerms,
     ) -> Tensor:
         """Return G q_i (log p_i - log q_i) for each path i, (N,); 0 in groups with equal rewards.
 
-        G is the size of the group, p_i the probability of the path within the group, and q the softmax of the rewards. The
-        mean over images is the mean over groups of -KL(q || p).
+        G is the size of the group, p the softmax of the log-densities of whole paths, and q that of beta times the rewards.
+        The mean over images is the mean over groups of -KL(q || p).
         """
         advantage = terms.advantage
         _, group_index, size = terms.group.unique(return_inverse=True, return_counts=True)
@@ -149,7 +151,7 @@ class Neighbor(Method):
 
     def objective(
         self,
-        terms: ChunkTerms,  # the statistic (N, G) is the log-ratio of each sibling
+        terms: ChunkTerms,  # terms of N transitions; `terms.statistic` is (N, G), a log-ratio per sibling
     ) -> Tensor:
         """Return the mean of the surrogate objective over the siblings of each image, (N,).
 

@@ -196,8 +196,8 @@ def adaptive_chunks(
 ) -> list[Chunks]:  # partition of each of the B trajectories
     """Divide each trajectory into chunks by its own distances, with the recursion of the paper's version 3.
 
-    The recursion is `split_recursively`, applied to the distances. Raises InputError if a distance is not finite and
-    positive, or if `min_size` is below 1.
+    The recursion is `split_recursively`, applied to the distances of a trajectory divided by their geometric mean. Raises
+    InputError if `distance` is not (B, n), if a distance is not finite and positive, or if `min_size` is below 1.
     """
     if distance.ndim != 2:
         raise InputError(f"`distance` must have shape (B, n); got {tuple(distance.shape)}")

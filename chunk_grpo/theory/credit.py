@@ -103,8 +103,8 @@ def select_exploiting_images(
 ) -> Tensor:  # (P, G) bool, True for selected images
     """Select the images that beat their group much more often by the trained reward than by others (GARDO, 2512.24138).
 
-    These have the largest win rate by the trained reward minus the mean win rate by the other rewards, which is 0 if there
-    are none. Among equal differences, the image with the larger advantage under the trained reward is selected.
+    Selects those with the largest win rate by the trained reward minus the mean win rate by the other rewards (0 if there
+    are none); of two equal differences, the image with the larger advantage under the trained reward comes first.
     """
     mean_other_rate = sum(map(win_rates, other_scores)) / max(len(other_scores), 1)
     gap = (win_rates(trained_scores) - mean_other_rate).flatten()

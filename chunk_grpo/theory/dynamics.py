@@ -192,7 +192,7 @@ def count_trained_chunks(
 
 # %% ../../nbs/00_theory/05_dynamics.ipynb #3f2b3ed9
 def _check_sampling_inputs(weights: Tensor, count: int, uniforms: Tensor) -> None:
-    """Raise InputError unless shapes match and weights are finite and from 0, at least `count` per row above 0."""
+    """Raise InputError unless both shapes are (B, K), and weights are finite and at least 0, `count` or more per row above 0."""
     if weights.ndim != 2 or uniforms.shape != weights.shape:
         raise InputError(
             f"`uniforms` and `weights` must have the same shape (B, K); got {tuple(uniforms.shape)} and "

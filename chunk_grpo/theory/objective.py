@@ -104,7 +104,7 @@ def is_clipped(
 ) -> Tensor:  # (N,) bool
     """Return True for every chunk sample that has no gradient in the objective (13), because its ratio is clipped.
 
-    Its ratio is above 1 + eps and its advantage positive, or its ratio is below 1 - eps and its advantage negative.
+    That is, its ratio is above 1 + eps and its advantage positive, or its ratio is below 1 - eps and its advantage negative.
     """
     above = ratio > ratio.clamp(max=1 + clip_range)
     below = ratio < ratio.clamp(min=1 - clip_range)

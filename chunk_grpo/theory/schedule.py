@@ -98,7 +98,7 @@ def sigmas(
     shift: float = 3.0,  # factor on the noise-to-signal ratio, > 0; 3 in the paper's training
     dtype: torch.dtype = torch.float32,  # dtype of the result; computed in float64
 ) -> Tensor:  # (steps + 1,), strictly decreasing from exactly 1 to exactly 0
-    """Compute the noise levels of a trajectory from noise (1) to image (0).
+    """Compute the noise levels of a trajectory from noise (1) to image (0): equally spaced, then shifted by `shift_sigmas`.
 
     Raises InputError if `steps` is below 1 or `shift` is not positive.
     """

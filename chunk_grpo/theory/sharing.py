@@ -119,7 +119,7 @@ def shared_states(
 def forward_passes_per_group(
     states: Tensor,  # number of each image's state at each step, (T + 1, G) long, from `shared_states`
 ) -> int:
-    """Count the forward passes that sample one group: one per distinct state before each transition."""
+    """Count the forward passes that sample one group: images with the same latents before a transition share one."""
     return sum(len(row.unique()) for row in states[:-1])
 
 # %% ../../nbs/00_theory/10_sharing.ipynb #d61f468b
