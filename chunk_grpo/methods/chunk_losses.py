@@ -19,15 +19,15 @@ from ..training.replay import ReplayContext, TransitionBatch
 
 # %% ../../nbs/08_methods/03_chunk_losses.ipynb #b1947ac4
 class ElboOfChunks(Elbo):
-    """GRPO on the ELBO with one clipped ratio per chunk: the geometric mean of the ratios of its levels."""
+    """GRPO on the ELBO with one ratio per chunk, which is the geometric mean of the ratios of its noise levels."""
 
     sample_is_chunk = True
 
 # %% ../../nbs/08_methods/03_chunk_losses.ipynb #611bf851
 class ChunkMixture(Method):
-    """Train the transitions inside the window, and final images with new noise at the levels after it.
+    """Train the transitions inside the window, and final images with new noise at the noise levels after it.
 
-    Both kinds of chunks have one importance ratio per chunk.
+    Each chunk has one importance ratio, whether it holds transitions or noise levels.
     """
 
     has_log_prob = False  # levels after the window have no log-probability
@@ -52,9 +52,9 @@ class ChunkMixture(Method):
         self,
         context: ReplayContext,  # trajectories and the policy
         image_index: Tensor,  # (m,) long, indices of images in the trajectories
-        step_index: Tensor,  # (m,) long, indices of transitions in the window, or levels after it
+        step_index: Tensor,  # (m,) long, indices of transitions in the window, or of levels after it
     ) -> tuple[Tensor, Tensor]:  # (m, S, C) each
-        """Return the latents that the policy gets, and the targets of its prediction.
+        """Return the latents at which the velocity is computed, and the targets of the prediction.
 
         Inside the window these are the stored latents before and after a transition; after the window they are noised
         final images and their velocity targets.
@@ -71,12 +71,12 @@ class ChunkMixture(Method):
 
     def transition_stats(
         self,
-        batch: TransitionBatch,  # what `states` returned, with the velocities there
+        batch: TransitionBatch,  # the latents and targets of `states`, with the velocities at these latents
     ) -> tuple[Tensor, ...]:
-        """Return the log-probability, mean and standard deviation of m transitions or levels.
+        """Return the log-probability (m,), mean (m, S, C) and standard deviation (m,) of m transitions or levels.
 
-        A level after the window has its evidence lower bound as log-probability, mean 0 and standard deviation 1. If
-        the statistic needs only the log-probability, the tuple holds only that.
+        For a level after the window these are its evidence lower bound, 0 and 1. If the statistic needs only the
+        log-probability, the tuple has only the first tensor.
         """
         is_after_window = batch.step >= self.window.width
         is_in_window = ~is_after_window
@@ -95,7 +95,11 @@ class ChunkMixture(Method):
         return tuple(transition_stats)
 
     def check(self) -> None:
-        """Raise InputError if the settings cannot be trained with this method."""
+        """Raise InputError unless the window is frozen and ends where one of several fixed chunks ends.
+
+        Also raises it for the surrogate dppo, for the step weights noise, interval, inverse-interval and flash, and for
+        settings that `Method.check` rejects.
+        """
         name = self.settings.method
         settings = self.settings
         if self.window.kind != "frozen":

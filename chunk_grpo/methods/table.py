@@ -13,7 +13,10 @@ from ..training.method_loading import load_method
 
 # %% ../../nbs/08_methods/00_table.ipynb #ed9f36df
 def _describe_noise(settings: Settings, method: Method) -> str:
-    """Name the sampler, and the settings `window`, `merge` and `solver` that are not the defaults; "ODE" without noise."""
+    """Name the setting `sampler`, and those of `window`, `merge` and `solver` that are not the defaults.
+
+    Returns "ODE" if no transition has noise.
+    """
     if not len(method.sampler(0).stochastic):
         return "ODE"
     choices = [settings.sampler]
@@ -27,7 +30,7 @@ def _describe_noise(settings: Settings, method: Method) -> str:
 
 
 def _describe_start(settings: Settings) -> str:
-    """Describe which noise the images of a group share: the setting `sharing`, or `shared_noise` and its spread."""
+    """Name the setting `sharing`, or return "one noise", with `noise_spread` if above 0, if `shared_noise` is true."""
     if not settings.shared_noise:
         return settings.sharing
     if settings.noise_spread > 0:
@@ -36,7 +39,7 @@ def _describe_start(settings: Settings) -> str:
 
 
 def _describe_credit(settings: Settings) -> str:
-    """Name the form of the advantages, and the settings about credit that are not the defaults."""
+    """Name the setting `credit`, and those of `credit_of`, `completion_strides` and `diversity` that are not the defaults."""
     choices = [settings.credit]
     if settings.credit_of != "image":
         choices.append(settings.credit_of)
@@ -48,7 +51,7 @@ def _describe_credit(settings: Settings) -> str:
 
 
 def _describe_grouping(settings: Settings) -> str:
-    """Name the setting `chunks`, and after how many iterations its profile is measured again."""
+    """Name the setting `chunks` and, if it is above 0, `profile_every`: for example "profile, every 10"."""
     if settings.profile_every > 0:
         return f"{settings.chunks}, every {settings.profile_every}"
     return settings.chunks
@@ -56,9 +59,12 @@ def _describe_grouping(settings: Settings) -> str:
 
 def _describe_selection(
     settings: Settings,
-    samples_are_chunks: bool,  # False: a chunk sample is one level; `chunks` only selects levels
+    samples_are_chunks: bool,  # False: each level has its own ratio, and `chunks` only selects levels
 ) -> str:
-    """Name the fraction of chunks that an update trains, which chunks may be sampled, and the step weights."""
+    """Name the setting `chunk_fraction`, and those of `train_chunks` and `step_weights` that are not the defaults.
+
+    The setting `chunks` is named too if it only selects levels.
+    """
     phrases = [f"{settings.chunk_fraction:g}"]
     if settings.train_chunks != "all":
         phrases.append(f"of chunks {settings.train_chunks}")
@@ -71,9 +77,9 @@ def _describe_selection(
 
 
 def _describe_anchor(settings: Settings) -> str:
-    """Describe the KL penalty: its weight and kind, how often its reference is updated, and for which share of images.
+    """Describe the KL penalty: its weight and kind, how often its reference is updated, and for what share of the images.
 
-    Returns "none" if there is no penalty.
+    Returns "none" if there is no penalty, else for example "0.01 velocity, moved every 5, for 0.1 of images".
     """
     if not settings.kl:
         return "none"
@@ -86,7 +92,11 @@ def _describe_anchor(settings: Settings) -> str:
 
 
 def describe_axes(settings: Settings) -> dict[str, str]:
-    """Describe a method's choice on every axis of the table, in terms of its settings; keyed by axis."""
+    """Describe a method's choice on every axis of the table as text, such as "2,3,4,7" for grouping, keyed by axis.
+
+    The keys are noise, start, credit, likelihood, grouping, surrogate, where and anchor, and "drawn by": "present" if
+    the current weights sample the images, else the name of the reference weights that do.
+    """
     method = load_method(settings)
     entry = METHODS.get(settings.method, {})
     samples_are_chunks = (
@@ -117,8 +127,9 @@ def method_row(
 ) -> dict:
     """Build a method's row of the table: its title, source and idea, its choice on every axis, and its cost.
 
-    The costs are divided by the number of images that an iteration trains on: `rollout`, `trained` and `extra` count
-    forward passes and `scored` counts scored images, rounded to two decimals. Raises InputError if the name is unknown.
+    The keys are method, title, source, idea, those of `describe_axes`, rollout, trained, extra and scored. The last four are
+    costs per image that an iteration trains on, rounded to two decimals: rollout, trained and extra are forward passes,
+    and scored is the number of scored images. Raises InputError if the name is unknown.
     """
     if name not in METHODS:
         raise InputError(f"`method` must be one of {', '.join(METHODS)}; got {name[:80]!r}")

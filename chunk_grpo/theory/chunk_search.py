@@ -18,7 +18,7 @@ from .dynamics import chunks_from_profile
 # %% ../../nbs/00_theory/06_chunk_search.ipynb #bfdfd202
 def _check_profile(
     profile: Tensor,  # distance of each trained transition
-    field: str,  # argument that the error message names
+    field: str,  # name of the argument, for the error message
 ) -> None:
     """Raise InputError unless the profile is (n,) with finite values above 0."""
     if (
@@ -33,9 +33,9 @@ def _check_profile(
 
 def centered_log_profile(
     profile: Tensor,  # distance of each trained transition, (n,), positive
-    field: str = "profile",  # argument that an error message names
+    field: str = "profile",  # name of the argument, for the error message
 ) -> Tensor:  # (n,) float64, mean 0, rounded to nine decimals
-    """Compute the logarithms of the distances minus their mean, equation (a).
+    """Compute the logarithm of each distance minus the mean of all logarithms, equation (a).
 
     The result does not depend on the scale of the profile. Raises InputError if a distance is not finite and positive.
     """
@@ -47,9 +47,10 @@ def centered_log_profile(
 def first_chunk_size(
     y: Tensor,  # log-distance of each transition, (n,)
 ) -> int:  # transitions in the first chunk, 1 ... n
-    """Count the transitions up to the first turning point of the profile, equation (b), including it.
+    """Count the transitions of the first chunk, which ends with the first turning point of `y`, equation (b).
 
-    If there is none, count the transitions before the largest change in the first half of the profile.
+    A turning point is a transition at which `y` stops rising and starts to fall, or the reverse. If there is none, the chunk
+    ends before the largest change in the first half of `y`.
     """
     change = y.diff()
     turning_points = (change[:-1] * change[1:] < 0).nonzero()
@@ -64,10 +65,10 @@ def last_chunk_start(
     trained_profile: Tensor | None = None,  # profile of a trained model, (n,), positive
     departure_share: float = 0.5,  # share of the largest departure that starts the chunk, in (0, 1]
 ) -> int:  # index of the first transition of the last chunk, 0 ... n - 1
-    """Find the first transition at which the trained profile clearly departs from the base profile, equation (c).
+    """Find the first transition at which the trained profile clearly departs from the base profile.
 
-    Clearly means by at least `departure_share` times the largest departure. Without a trained profile, or if both
-    profiles are equal, returns 9/16 n, rounded.
+    The departure is |log(trained / base)|, equation (c); it is clear if it is at least `departure_share` times the largest
+    departure. Without a trained profile, or if both profiles are equal, returns 9/16 n, rounded.
     """
     if trained_profile is not None:
         departure = (trained_profile / base_profile).log().abs().round(decimals=9)
@@ -80,7 +81,7 @@ def equal_curvature_sizes(
     y: Tensor,  # log-distance of the transitions to cut, (m,)
     parts: int,  # number of chunks to make, at least 1
 ) -> list[int]:  # size of each chunk; fewer than `parts` if y is too short or too straight
-    """Cut consecutive transitions into chunks whose absolute second differences have nearly equal sums, (d) and (e)."""
+    """Cut transitions into chunks that have nearly the same sum of absolute second differences of `y`, (d) and (e)."""
     bending = y.diff(n=2).abs().round(decimals=9)
     if not bool(bending.any()):
         return [len(y)]
@@ -92,7 +93,8 @@ def equal_curvature_sizes(
 # %% ../../nbs/00_theory/06_chunk_search.ipynb #13a77f47
 def paper_rule_chunks(
     base_profile: Tensor,  # base model's distance of each trained transition, (n,), positive
-    trained_profile: Tensor | None = None,  # the same for a trained model; None: start at 9/16 n
+    # the same for a trained model; None: the last chunk starts at 9/16 n
+    trained_profile: Tensor | None = None,
     middle: int = 2,  # largest number of chunks between the first and the last
     departure_share: float = 0.5,  # share of the largest departure that starts the last chunk
 ) -> Chunks:  # at most middle + 2 chunks
@@ -123,15 +125,15 @@ def paper_rule_chunks(
 # %% ../../nbs/00_theory/06_chunk_search.ipynb #df0f340b
 def optimal_chunks(
     profile: Tensor,  # distance of each trained transition, (n,), positive
-    # number of chunks K; n if n is smaller; None: the penalty selects K
+    # number of chunks K, but at most n; None: the penalty selects K
     max_chunks: int | None = None,
     # share of the variation that each additional chunk must explain, > 0; None: `max_chunks` is K
     penalty: float | None = None,
 ) -> Chunks:
-    """Divide the transitions into chunks with the smallest squared deviation of their log-distances, (f).
+    """Divide the transitions into the K chunks with the smallest squared deviation S_K of log-distances from chunk means.
 
-    Either `max_chunks` gives their number K, or `penalty` selects it by (g). Raises InputError unless exactly one of
-    them is given and in range.
+    `max_chunks` gives K, equation (f), or `penalty` selects it by minimising S_K + penalty S_1 K, equation (g). Raises
+    InputError unless exactly one of them is given and in range.
     """
     y = centered_log_profile(profile)
     if (max_chunks is None) == (penalty is None):
@@ -151,8 +153,8 @@ def optimal_chunks(
 # %% ../../nbs/00_theory/06_chunk_search.ipynb #57f3c04e
 def sign_change_positions(
     values: Tensor,  # part of a profile, (m,)
-    order: int,  # order of the difference, at least 1
-) -> list[int]:  # indices at which a new part begins, increasing
+    order: int,  # order of the difference, at least 1; 1: values[1:] - values[:-1]
+) -> list[int]:  # indices at which a new part begins, increasing; empty if the sign never changes
     """Find the indices at which to cut `values`: where their difference of the given order changes sign.
 
     Differences are rounded to six decimals, and those that are then 0 are skipped.
@@ -168,10 +170,10 @@ def split_recursively(
     min_size: int,  # smallest number of transitions in a chunk
     order: int = 1,  # order of the difference whose sign changes determine where to cut
 ) -> list[int]:  # size of each chunk, in order
-    """Cut `values` where their difference of the given order changes sign, and then every part by the next order.
+    """Cut `values` where their difference of the given order changes sign, and then cut every part by the next order.
 
-    If no such cut leaves at least `min_size` values on both sides, `values` are cut in half. Fewer than 2 `min_size`
-    values are not cut.
+    Cuts that leave fewer than `min_size` values on a side are skipped; if none remains, `values` are cut in half. Fewer
+    than 2 * `min_size` values are not cut.
     """
     total = len(values)
     cuts = [0]
@@ -192,9 +194,10 @@ def adaptive_chunks(
     distance: Tensor,  # relative distances of the trained transitions, (B, n), positive
     min_size: int = 2,  # smallest number of transitions in a chunk
 ) -> list[Chunks]:  # partition of each of the B trajectories
-    """Divide the transitions of every trajectory into chunks of its own, by the recursion of the paper's version 3.
+    """Divide each trajectory into chunks by its own distances, with the recursion of the paper's version 3.
 
-    Raises InputError if a distance is not finite and positive, or if `min_size` is below 1.
+    The recursion is `split_recursively`, applied to the distances of a trajectory divided by their geometric mean. Raises
+    InputError if `distance` is not (B, n), if a distance is not finite and positive, or if `min_size` is below 1.
     """
     if distance.ndim != 2:
         raise InputError(f"`distance` must have shape (B, n); got {tuple(distance.shape)}")

@@ -25,14 +25,16 @@ from ..arguments import checked, int_at_least
 @checked(sizes=Sequence[int])
 @dataclass(frozen=True)
 class Chunks:
-    """A partition (12) of transitions 0 ... n - 1, noise first, into consecutive chunks.
+    """Hold a partition (12) of the transitions 0 ... n - 1, counted from the noise, into consecutive chunks.
 
-    Raises InputError if a size is not a whole number from 1, or if there is no size.
+    For example, Chunks((2, 3)) has the chunks 0, 1 and 2, 3, 4. Raises InputError if there is no size, or if a size is
+    not a whole number from 1.
     """
 
     sizes: tuple[int, ...]  # cs_1 ... cs_K, the number of transitions in each chunk
 
     def __post_init__(self):
+        """Convert `sizes` to a tuple, and check them."""
         object.__setattr__(self, "sizes", tuple(self.sizes))
         if not self.sizes or any(type(size) is not int or size < 1 for size in self.sizes):
             raise InputError(
@@ -40,9 +42,11 @@ class Chunks:
             )
 
     def __len__(self) -> int:
+        """Return the number of chunks K."""
         return len(self.sizes)
 
     def __str__(self) -> str:
+        """Return the sizes as text, such as "2,3,4,7", which `parse` can read."""
         return ",".join(map(str, self.sizes))
 
     @property
@@ -52,7 +56,7 @@ class Chunks:
 
     @property
     def slices(self) -> list[slice]:
-        """Return the slice of each chunk in a tensor with one value per transition."""
+        """Return one slice per chunk, to index a tensor with one value per transition: 0:2 and 2:5 for sizes 2,3."""
         ends = list(accumulate(self.sizes, initial=0))
         return [slice(low, high) for low, high in zip(ends, ends[1:], strict=False)]
 
@@ -79,15 +83,15 @@ class Chunks:
     @classmethod
     @checked(transitions=int_at_least(1))
     def whole(cls, transitions: int) -> "Chunks":
-        """Return a single chunk of all transitions, so one ratio per trajectory."""
+        """Return a single chunk of all transitions, so that a trajectory has one ratio."""
         return cls((transitions,))
 
     @classmethod
     @checked(transitions=int_at_least(1), size=int_at_least(1))
     def equal(cls, transitions: int, size: int) -> "Chunks":
-        """Return chunks of equal size.
+        """Return chunks of `size` transitions each.
 
-        Raises InputError, which lists the allowed sizes, if the size does not divide the number of transitions.
+        Raises InputError, which lists the allowed sizes, if `size` does not divide the number of transitions.
         """
         allowed = [n for n in range(1, transitions + 1) if transitions % n == 0]
         if size not in allowed:
@@ -136,7 +140,7 @@ def parse_chunk_numbers(
 ) -> list[int]:  # chunk indices 0 ... K - 1, increasing
     """Parse the setting `train_chunks`, the chunks that may be trained, into chunk indices from 0.
 
-    Raises InputError if a number is repeated or does not lie between 1 and K.
+    Raises InputError if the text has another form, or if a number is repeated or does not lie between 1 and K.
     """
     if text.strip() == "all":
         return list(range(count))
@@ -157,7 +161,8 @@ def parse_chunk_numbers(
 class ChunkRule:
     """Hold the parsed setting `chunks`: fixed chunks, or the rule by which a run determines them."""
 
-    # fixed: `chunks`; profile: from the base's profile; adaptive: per trajectory; code: a user's function
+    # fixed: as in `chunks`; profile: cut by the base model's profile; adaptive: cut separately for each trajectory; code:
+    # returned by a user's function
     kind: Literal["fixed", "profile", "adaptive", "code"]
     chunks: Chunks | None = None  # the partition if kind is "fixed", else None
     min_size: int | None = None  # fewest transitions per chunk if kind is "adaptive", else None
@@ -168,12 +173,12 @@ class ChunkRule:
         cls,
         text: str,  # the setting `chunks`
         transitions: int,  # number of transitions that are trained
-        # True: sizes must add up to `transitions`; False: a method may train another number
+        # True: sizes must add up to `transitions`; False: they need not
         must_add_up: bool = True,
     ) -> "ChunkRule":
-        """Parse the setting `chunks`.
+        """Parse the setting `chunks`: sizes (2,3,4), steps, whole, equal:SIZE, profile, adaptive[:SIZE] or FILE.py:FUNCTION.
 
-        Raises InputError if it has none of the seven forms or does not fit the number of transitions.
+        Raises InputError if the text has another form or does not fit the number of transitions.
         """
         if text.strip() == "profile":
             return cls("profile")
@@ -234,8 +239,8 @@ def flatten_chunks(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """List all M transitions of the chosen chunks, image by image and chunk by chunk, in the order of `chosen`.
 
-    Chunk samples are numbered 0, 1, ... in that order. The result is on the device of `chosen`. Raises InputError if
-    a chunk number does not exist.
+    A chunk sample is one chosen chunk of one image; chunk samples are numbered 0, 1, ... in that order. The result is on
+    the device of `chosen`. Raises InputError if a chunk number does not exist.
     """
     if chosen.ndim != 2 or chosen.dtype != torch.long:
         raise InputError(
@@ -261,7 +266,7 @@ def flatten_chunks(
 
 # %% ../../nbs/00_theory/02_chunks.ipynb #99fcd578
 def fits_in_batch(
-    segment: Tensor,  # chunk sample of each transition, (M,) long
+    segment: Tensor,  # number of the chunk sample to which each transition belongs, (M,) long
     limit: int,  # largest number of transitions in one forward pass, at least 1
 ) -> bool:
     """Return True if every chunk sample has at most `limit` transitions and so fits into one forward pass.
@@ -274,10 +279,10 @@ def fits_in_batch(
 
 
 def split_into_batches(
-    segment: Tensor,  # chunk sample of each transition, (M,) long
+    segment: Tensor,  # number of the chunk sample to which each transition belongs, (M,) long
     limit: int,  # largest number of transitions in one batch, at least 1
 ) -> list[Tensor]:  # positions in `segment` that make up each batch, (m,) long each
-    """Divide all transitions into batches of at most `limit`, without splitting chunk samples, in their order.
+    """Divide all transitions into batches of at most `limit`, chunk sample by chunk sample.
 
     A chunk sample is split only if it alone has more than `limit` transitions. Raises InputError if `limit` is below 1.
     """

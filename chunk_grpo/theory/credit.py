@@ -22,9 +22,9 @@ def combine_rewards(
     scores: dict[str, Tensor],  # raw scores, (P, G), keyed by reward
     weights: dict[str, float],  # weights, keyed by reward
 ) -> Tensor:  # (P, G), the scores from which the form `group` computes advantages
-    """Combine several rewards into one score per image: normalise each within its group, then add them by weight.
+    """Combine several rewards into one score per image: standardise each within its group, and return the weighted sum.
 
-    A single reward is returned unchanged. Only rewards in `weights` count.
+    A single reward is returned unchanged. Rewards that are not in `weights` are ignored.
     """
     if len(weights) == 1:
         return scores[next(iter(weights))]
@@ -41,7 +41,7 @@ def win_rates(
 ) -> Tensor:  # (P, G), in [0, 1]
     """Compute, for each image, the share of the other images of its group that score lower; a tie counts half.
 
-    Raises InputError if a group has fewer than two images.
+    Raises InputError if `scores` is not (P, G) with G at least 2.
     """
     if scores.ndim != 2 or scores.shape[1] < 2:
         raise InputError(f"`scores` must be (P, G) with G at least 2; got {tuple(scores.shape)}")
@@ -57,8 +57,9 @@ def credit_advantages(
     form: str = "group",  # one of CREDIT_FORMS
     clamp: float = 5.0,  # largest |advantage|, in standard deviations; for `none` in reward units
 ) -> Tensor:  # (P, G), detached, float32 or better
-    """Compute the advantage of every image of an iteration by one of the seven forms.
+    """Compute the advantage of every image of an iteration by one of seven forms.
 
+    The forms are group, batch, none, sum, gdpo, wins and scale; the table in notebook theory/credit has their formulas.
     Raises InputError if the form is unknown, or if the scores are not finite or do not have shape (P, G).
     """
     if form not in CREDIT_FORMS:
@@ -69,7 +70,7 @@ def credit_advantages(
         return advantage
 
     def weighted_sum(transform: Callable[[Tensor], Tensor]) -> Tensor:
-        """Sum the transformed scores of all rewards by weight, (P, G)."""
+        """Return the weighted sum of the transformed scores of all rewards, (P, G)."""
         terms = [weight * transform(scores[name]) for name, weight in weights.items()]
         return torch.stack(terms).sum(0)
 
@@ -98,12 +99,12 @@ def credit_advantages(
 def select_exploiting_images(
     trained_scores: Tensor,  # scores by the reward used for training, (P, G)
     other_scores: list[Tensor],  # scores by each reward not used for training, (P, G) each
-    share: float,  # share of the images to select; at least one image is selected
+    share: float,  # share of all images to select, 0 ... 1; at least one image is selected
 ) -> Tensor:  # (P, G) bool, True for selected images
     """Select the images that beat their group much more often by the trained reward than by others (GARDO, 2512.24138).
 
-    The images with the largest difference of win rates are selected; without other rewards, those with the highest
-    win rate. Ties are broken by the advantage under the trained reward.
+    Selects those with the largest win rate by the trained reward minus the mean win rate by the other rewards (0 if there
+    are none); of two equal differences, the image with the larger advantage under the trained reward comes first.
     """
     mean_other_rate = sum(map(win_rates, other_scores)) / max(len(other_scores), 1)
     gap = (win_rates(trained_scores) - mean_other_rate).flatten()
@@ -119,9 +120,9 @@ def select_exploiting_images(
 def relative_nearest_distances(
     features: Tensor,  # features of P prompts with G images each, (P, G, E)
 ) -> Tensor:  # (P, G), with mean 1 in each group, or 0 if all its images are equal
-    """Compute the cosine distance of each image to the nearest image of its group, divided by the group's mean distance.
+    """Compute the cosine distance of each image to the nearest image of its group, divided by its mean over the group.
 
-    Source: GARDO (2512.24138).
+    This is the factor by which GARDO (2512.24138) multiplies positive advantages.
     """
     unit = torch.nn.functional.normalize(features.float(), dim=2)
     distance = (1 - unit @ unit.mT).clamp(0, 2)

@@ -51,7 +51,8 @@ def relative_distance(
 ) -> Tensor:  # (B, T), one value per transition; dimensionless, detached, float32 or better
     """Compute how far each transition moves the latents, relative to the latents before it, equation (15).
 
-    Raises InputError if a distance is not finite; the message names the transition.
+    The kinds l1 and l2 are |x_i - x_{i+1}| / |x_i| in that norm; cosine is 1 minus the cosine of x_i and x_{i+1}. Raises
+    InputError if the kind or the shape is not allowed, or if a distance is not finite; the message names the transition.
     """
     if kind not in DISTANCE_KINDS:
         raise InputError(f"`kind` must be one of {', '.join(DISTANCE_KINDS)}; got {kind!r}")
@@ -72,10 +73,7 @@ def gaussian_profile(
     # standard deviation of the data: one number, or one per coordinate, (d,)
     scale: Tensor | float = 1.0,
 ) -> Tensor:  # (T,) float64, expected L1_rel in the limit of many coordinates
-    """Compute the expected distances (15) in closed form, for a model with the exact velocity of centred Gaussian data.
-
-    Raises InputError if the sampler's settings are invalid.
-    """
+    """Compute the expected distances (15) in closed form, for Gaussian data with mean 0 and a model with its exact velocity."""
     scales: Tensor = torch.atleast_1d(torch.as_tensor(scale, dtype=torch.float64))
     sigmas = sampler.sigmas.to(torch.float64)
     a, b, std = replace(sampler, sigmas=sigmas).coefficients(torch.arange(len(sampler)))
@@ -93,7 +91,7 @@ def optimal_sizes(
     values: list[float],  # one value per transition, in order
     count: int,  # number of parts, 1 ... len(values)
 ) -> list[int]:  # number of values in each part, in order
-    """Cut `values` into `count` consecutive parts with the smallest squared deviation from the parts' means."""
+    """Cut `values` into the `count` consecutive parts with the smallest squared deviation from the means of the parts."""
     ends = Dynp(model="l2", min_size=1, jump=1).fit(np.array(values)).predict(count - 1)
     return np.diff(ends, prepend=0).tolist()
 
@@ -117,7 +115,7 @@ def chunks_from_profile(
 ) -> Chunks:  # min(K, n) chunks that cover the n transitions
     """Divide transitions into the K chunks with the smallest squared deviation of log-distances from the chunk means.
 
-    Raises InputError if the profile or the number of chunks is not allowed.
+    Raises InputError if a distance is not finite and positive, or if `max_chunks` is below 1.
     """
     profile = torch.as_tensor(profile, dtype=torch.float64)
     count = DEFAULT_CHUNKS if max_chunks is None else max_chunks
@@ -148,7 +146,7 @@ def _check_mean_distances(mean: Tensor) -> None:
 
 @checked()
 def chunk_weights(
-    distance: Tensor,  # distance of each trained transition, (B, n)
+    distance: Tensor,  # relative distance of each trained transition of B trajectories, (B, n)
     chunks: Chunks,  # K chunks of n transitions
 ) -> Tensor:  # (B, K), rows sum to 1
     """Compute the sampling weight of each chunk, equation (16): its mean distance over the sum of all chunks' means.
@@ -166,7 +164,7 @@ def tempered_weights(
     uniform: float = 0.0,  # share q of uniform sampling, 0 ... 1
     temperature: float = 1.0,  # tau, above 0; above 1 flattens the weights, below 1 sharpens them
 ) -> Tensor:  # (B, K), rows sum to 1
-    """Raise chunk weights to the power 1 / temperature, normalise them, and mix them with uniform weights.
+    """Raise chunk weights to the power 1 / temperature, normalise them to w, and return (1 - uniform) w + uniform / K.
 
     Raises InputError if `uniform` or `temperature` is out of range.
     """
@@ -194,7 +192,7 @@ def count_trained_chunks(
 
 # %% ../../nbs/00_theory/05_dynamics.ipynb #3f2b3ed9
 def _check_sampling_inputs(weights: Tensor, count: int, uniforms: Tensor) -> None:
-    """Raise InputError unless shapes match and weights are finite and from 0, at least `count` per row above 0."""
+    """Raise InputError unless both shapes are (B, K), and weights are finite and at least 0, `count` or more per row above 0."""
     if weights.ndim != 2 or uniforms.shape != weights.shape:
         raise InputError(
             f"`uniforms` and `weights` must have the same shape (B, K); got {tuple(uniforms.shape)} and "
@@ -217,9 +215,10 @@ def sample_without_replacement(
     count: int,  # chunks to sample per trajectory, 1 ... K
     uniforms: Tensor,  # one uniform number in [0, 1) per trajectory and chunk, (B, K)
 ) -> Tensor:  # (B, count) long, chunk numbers in increasing order
-    """Sample `count` chunks per trajectory without replacement, in proportion to weights.
+    """Sample `count` chunks per trajectory without replacement, each time in proportion to the remaining weights.
 
-    Raises InputError if shapes or values do not fit, or if a row has fewer than `count` positive weights.
+    The result depends only on the arguments. Raises InputError if the shapes differ, if a weight is negative or not
+    finite, or if a row has fewer than `count` positive weights.
     """
     _check_sampling_inputs(weights, count, uniforms)
     uniforms = uniforms.to(weights.device, torch.float64).clamp(

@@ -30,7 +30,7 @@ def group_advantages(
     rewards: Tensor,  # rewards of P prompts with G images each, (P, G)
     clamp: float = 5.0,  # largest advantage in absolute value, in standard deviations
 ) -> Tensor:  # (P, G), float32 or better, detached
-    """Compute advantages, equation (4): the rewards standardised within each group, and clamped.
+    """Compute the advantage of each image, equation (4): its reward, standardised within its group and clamped.
 
     The divisor is the unbiased standard deviation plus 1e-8. A group with equal rewards gets 0. Raises InputError if G
     is below 2 or a reward is not finite.
@@ -82,13 +82,13 @@ def _check_ratio(ratio: Tensor, advantage: Tensor) -> None:
 
 @checked(clip_range=float_between(above=0))
 def clipped_objective(
-    ratio: Tensor,  # ratio of each image and chunk, (B, K); for (5), ratio of each step
+    ratio: Tensor,  # ratio of each chunk of each image, (B, K); for (5), of each step, (B, n)
     advantage: Tensor,  # advantage of each image, (B,)
     clip_range: float,  # eps, the largest distance of an unclipped ratio from 1
 ) -> Tensor:  # (), to be maximised
-    """Compute the clipped objective (13) without KL: the mean of min(r A, clip(r, 1 - eps, 1 + eps) A).
+    """Compute the clipped objective (13) without its KL term: the mean of min(r A, clip(r, 1 - eps, 1 + eps) A).
 
-    Raises InputError if the shapes do not fit.
+    Raises InputError if the shapes are not (B, K) and (B,).
     """
     _check_ratio(ratio, advantage)
     advantage = advantage[:, None]
@@ -102,9 +102,9 @@ def is_clipped(
     advantage: Tensor,  # advantage of each chunk sample, (N,)
     clip_range: float,  # eps
 ) -> Tensor:  # (N,) bool
-    """Return True for every chunk sample whose gradient clipping removes from (13).
+    """Return True for every chunk sample that has no gradient in the objective (13), because its ratio is clipped.
 
-    Its ratio is above 1 + eps and its advantage positive, or its ratio is below 1 - eps and its advantage negative.
+    That is, its ratio is above 1 + eps and its advantage positive, or its ratio is below 1 - eps and its advantage negative.
     """
     above = ratio > ratio.clamp(max=1 + clip_range)
     below = ratio < ratio.clamp(min=1 - clip_range)
@@ -127,9 +127,9 @@ def _check_segment(segment: Tensor) -> None:
 def chunk_sample_sizes(
     segment: Tensor,  # chunk sample of each transition, (M,) long, 0 ... N - 1
 ) -> Tensor:  # (N,) long, number of transitions of each chunk sample, at least 1
-    """Count the transitions of each chunk sample.
+    """Count the transitions of each chunk sample; a chunk sample is one selected chunk of one image.
 
-    Raises InputError if a chunk sample between 0 and N - 1 has no transition.
+    Raises InputError if `segment` has another shape or dtype, or if a number between 0 and N - 1 does not occur.
     """
     _check_segment(segment)
     sizes = segment.bincount()
@@ -147,7 +147,7 @@ def segment_ratio(
     old_logp: Tensor,  # log-probabilities of the same transitions under the sampling weights, (M,)
     segment: Tensor,  # chunk sample of each transition, (M,) long, from `flatten_chunks`
 ) -> Tensor:  # (N,), one ratio per chunk sample; differentiable in new_logp
-    """Compute the importance ratio (14) of each chunk sample from a flat list of M transitions.
+    """Compute the importance ratio (14) of each chunk sample from a flat list of M transitions, in any order.
 
     Raises InputError if the shapes differ or a chunk sample has no transitions.
     """

@@ -29,7 +29,7 @@ def diffusion_coefficient(
     kind: str,  # "flow" or "dance"
     eta: float | Tensor,  # strength of the noise: a number, or the shape of sigma
 ) -> Tensor:  # s, the shape of sigma; noise per square root of noise level
-    """Compute the noise coefficient s of the SDE (7): eta sqrt(sigma / (1 - sigma)) for flow, eta for dance."""
+    """Compute the noise coefficient s of the SDE (7): eta sqrt(sigma / (1 - sigma)) for flow, and eta for dance."""
     if kind == "flow":
         return eta * (sigma / (1 - torch.where(sigma > 1 - 1e-6, second_sigma, sigma))).sqrt()
     return eta * torch.ones_like(sigma)
@@ -41,9 +41,9 @@ def sde_coefficients(
     s: Tensor,  # diffusion coefficient, the shape of sigma
     # (a, b, std): the mean is a x + b v, and std is the standard deviation of the noise
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the mean and the standard deviation of one Euler-Maruyama step of (7).
+    """Compute the mean and the standard deviation of one Euler-Maruyama step of the SDE (7).
 
-    The mean is returned as the coefficients of the latent x and of the velocity v.
+    The mean is returned as two numbers, the coefficient a of the latent x and the coefficient b of the velocity v.
     """
     step = next_sigma - sigma
     correction = s**2 / (2 * sigma) * step  # of the drift, along the score
@@ -56,9 +56,9 @@ def cps_coefficients(
     eta: float | Tensor,  # rotation of the noise towards fresh noise, in quarter turns, 0 ... 1
     # (a, b, std): the mean is a x + b v, and std is the standard deviation of the noise
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the mean and the standard deviation of one step of coefficients-preserving sampling.
+    """Compute the mean and the standard deviation of one step of coefficients-preserving sampling (CPS).
 
-    The mean is returned as the coefficients of the latent x and of the velocity v.
+    The mean is returned as two numbers, the coefficient a of the latent x and the coefficient b of the velocity v.
     """
     angle = torch.as_tensor(eta, dtype=torch.float64) * math.pi / 2
     predicted_noise = next_sigma * angle.cos().to(next_sigma)  # coefficient of the predicted noise
@@ -71,10 +71,10 @@ def cps_coefficients(
 # %% ../../nbs/00_theory/01_sampler.ipynb #9d975cec
 def multistep_weights(
     sigmas: Tensor,  # noise levels, (T + 1,), decreasing
-) -> Tensor:  # (T,) float64, 0 in transitions that take Euler's step
+) -> Tensor:  # (T,) float64, 0 in the first and the last transition, which take Euler's step
     """Compute the weight of the second-order term of DPM-Solver++ in every transition.
 
-    The term is the weight times the change of the predicted image since the previous transition.
+    The solver adds to Euler's step the weight times the change of the predicted image x_0 since the previous transition.
     """
     levels = sigmas.double()
     # Infinite in the first and the last transition, which keep Euler's step
@@ -112,9 +112,10 @@ def _eta_per_transition(
     kind: str,  # one of SAMPLER_KINDS
     eta: float | Sequence[float] | Tensor,  # one number, or one per transition with the last 0
 ) -> Tensor:  # (T,) float64, 0 at the last transition
-    """Return the noise strength of every transition: the given ones, or one for all but the last; 0 for the ODE.
+    """Check `eta` and return it as one noise strength per transition, all 0 for the kind ode.
 
-    Raises InputError if the noise levels, the kind or a strength is not allowed.
+    A single number applies to all transitions but the last, which has 0. Raises InputError if the noise levels, the kind
+    or a strength is not allowed.
     """
     _check_noise_levels(sigmas)
     if kind not in SAMPLER_KINDS:
@@ -138,10 +139,13 @@ def _transition_coefficients(
     sigmas: Tensor,  # (T + 1,) noise levels
     kind: str,  # one of SAMPLER_KINDS
     eta: Tensor,  # (T,) float64, strength of the noise
-    # sigma_1 of the full schedule if `sigmas` skips levels of it; None: sigmas[1]
+    # sigma_1 of the full schedule, if `sigmas` skips some of its levels; None: sigmas[1]
     second_sigma: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # (a, b, std), (T,) each, float32 or better
-    """Compute the coefficients of every transition, by the formula of the kind, or Euler's method if eta is 0."""
+    """Compute the coefficients of every transition, whose mean is a x + b v and whose standard deviation is std.
+
+    A transition with eta 0 takes Euler's step of the ODE, whatever the kind.
+    """
     levels = sigmas.to(torch.promote_types(sigmas.dtype, torch.float32))
     sigma, next_sigma, eta = levels[:-1], levels[1:], eta.to(levels.device)
     if kind == "cps":
@@ -161,7 +165,7 @@ def _transition_coefficients(
 @checked()
 @dataclass(frozen=True, eq=False)
 class Sampler:
-    """Define how trajectories are sampled: noise levels, kind of transition, and noise strength per transition.
+    """Define how trajectories are sampled: the noise levels, the kind of transition, and the noise strength of each one.
 
     Raises InputError if the noise levels do not decrease strictly within [0, 1], or if `kind`, `eta` or `solver` is not allowed.
     """
@@ -170,8 +174,9 @@ class Sampler:
     kind: str = "flow"  # one of SAMPLER_KINDS
     # noise strength: one number for all transitions but the last, or (T,) numbers with the last 0
     eta: float | Sequence[float] | Tensor = 0.7
-    solver: str = "euler"  # one of SOLVERS, for consecutive deterministic transitions
-    # noise level sigma_1, (), for the noise coefficient if sigma is 1; None: sigmas[1]
+    # one of SOLVERS; dpm2 needs two transitions without noise in a row
+    solver: str = "euler"
+    # noise level sigma_1, (), that replaces a sigma of 1 in the noise coefficient; None: sigmas[1]
     second: Tensor | None = None
     # weights from `multistep_weights`, (T,) float64; 0 for transitions that take Euler's step
     second_order: Tensor = field(init=False)
@@ -181,6 +186,7 @@ class Sampler:
     _table: tuple[Tensor, Tensor, Tensor] = field(init=False, repr=False)
 
     def __post_init__(self):
+        """Check the fields, replace `eta` with one number per transition, and compute the fields with `init=False`."""
         eta = _eta_per_transition(self.sigmas, self.kind, self.eta)
         if self.solver not in SOLVERS:
             raise InputError(f"`solver` must be one of {', '.join(SOLVERS)}; got {self.solver!r}")
@@ -210,7 +216,7 @@ class Sampler:
         self,
         index: int | Tensor,  # transitions i: one number, or (B,) long
     ) -> tuple[Tensor, Tensor, Tensor]:  # (a, b, std), each () or (B,)
-        """Return the coefficients of transitions: the mean is a x + b v, and std is the standard deviation.
+        """Return the coefficients of transitions: x_{i+1} has the mean a x_i + b v and the standard deviation std.
 
         Raises InputError if an index is not between 0 and T - 1.
         """
@@ -250,10 +256,10 @@ class Sampler:
         mean: Tensor,  # mean of the transition, (B, ...)
         std: Tensor,  # standard deviation of the transition, () or (B, 1, ..., 1)
     ) -> Tensor:  # (B,)
-        """Compute the log-density of x_{i+1}, in nats per latent dimension.
+        """Compute the Gaussian log-density of x_{i+1}, in nats per latent dimension.
 
-        For cps it is minus the mean squared distance from the mean. Raises InputError if std is 0 on
-        the CPU, or if the sampler is the ODE.
+        For cps it is minus the mean squared distance from the mean. Raises InputError if the sampler is the ODE, or if std
+        is 0 on the CPU; on a GPU std is not checked.
         """
         squared, std = self._squared_distance(next_latents, mean, std)
         if self.kind == "cps":
@@ -267,10 +273,10 @@ class Sampler:
         other_mean: Tensor,  # mean of the reference's transition, (B, ...)
         std: Tensor,  # standard deviation of both, () or (B, 1, ..., 1)
     ) -> Tensor:  # (B,)
-        """Compute the KL divergence of two transitions with the same std, in nats per latent dimension.
+        """Compute the KL divergence between two transitions with the same std, in nats per latent dimension.
 
-        For cps it is the mean squared distance of the two means. Raises InputError if std is 0 on the CPU, or if the
-        sampler is the ODE.
+        For cps it is the mean squared distance between the two means. Raises InputError if the sampler is the ODE, or if
+        std is 0 on the CPU; on a GPU std is not checked.
         """
         squared, std = self._squared_distance(mean, other_mean, std)
         return (squared if self.kind == "cps" else squared / (2 * std**2)).flatten(1).mean(1)

@@ -51,7 +51,7 @@ def velocity_target(
     data: Tensor,  # x_0, clean latents, (B, ...)
     noise: Tensor,  # x_1, standard normal, the shape of data
 ) -> Tensor:  # v, the shape of data
-    """Return the velocity that the model is fitted to, v = x_1 - x_0, equation (2)."""
+    """Return the velocity to which the model is fitted, v = x_1 - x_0, equation (2)."""
     return noise - data
 
 # %% ../../nbs/00_theory/00_schedule.ipynb #8303787f
@@ -73,7 +73,7 @@ def gaussian_velocity(
     mean: float | Tensor = 0.0,
     scale: float | Tensor = 1.0,  # standard deviation of the data: a number or tensor, like mean
 ) -> Tensor:  # E[x_1 - x_0 | x_t], the shape of latents
-    """Compute the exact velocity for Gaussian data: the minimiser of (2) if every coordinate is N(mean, scale^2)."""
+    """Compute the velocity that minimises the loss (2) if every coordinate of the data is N(mean, scale^2)."""
     t = broadcast_sigma(t, latents)
     variance = (1 - t) ** 2 * scale**2 + t**2
     return -mean + (t - (1 - t) * scale**2) / variance * (latents - (1 - t) * mean)
@@ -83,9 +83,9 @@ def shift_sigmas(
     u: Tensor,  # noise levels in [0, 1], any shape
     shift: float,  # factor on the noise-to-signal ratio, > 0; 1 leaves u unchanged
 ) -> Tensor:  # shifted noise levels, the shape of u
-    """Multiply the noise-to-signal ratio u / (1 - u) of noise levels by `shift`: return shift u / (shift u + 1 - u).
+    """Shift noise levels to shift u / (shift u + 1 - u): their noise-to-signal ratio u / (1 - u) is multiplied by `shift`.
 
-    Raises InputError if `shift` is not a positive number.
+    Raises InputError if `shift` is not a positive finite number.
     """
     if not (isinstance(shift, int | float) and math.isfinite(shift) and shift > 0):
         raise InputError(f"`shift` must be a number above 0; got {shift!r}")
@@ -98,7 +98,7 @@ def sigmas(
     shift: float = 3.0,  # factor on the noise-to-signal ratio, > 0; 3 in the paper's training
     dtype: torch.dtype = torch.float32,  # dtype of the result; computed in float64
 ) -> Tensor:  # (steps + 1,), strictly decreasing from exactly 1 to exactly 0
-    """Compute the noise levels of a trajectory from noise (1) to image (0).
+    """Compute the noise levels of a trajectory from noise (1) to image (0): equally spaced, then shifted by `shift_sigmas`.
 
     Raises InputError if `steps` is below 1 or `shift` is not positive.
     """
@@ -114,7 +114,7 @@ def dynamic_shift(
     base_shift: float = 0.5,  # mu at base_tokens
     max_shift: float = 1.15,  # mu at max_tokens; the line is extrapolated beyond both ends
 ) -> float:  # exp(mu), to be passed as `shift`
-    """Compute FLUX's resolution-dependent shift, exp(mu) with mu linear in the number of tokens.
+    """Compute FLUX's resolution-dependent shift, exp(mu), where mu is linear in the number of image tokens.
 
     Raises InputError if `tokens` is below 1 or if `base_tokens` equals `max_tokens`.
     """

@@ -19,7 +19,7 @@ from .windows import shrink_rest
 # %% ../../nbs/00_theory/10_sharing.ipynb #75db21f2
 @dataclass(frozen=True)
 class Sharing:
-    """Determine which noise the images of a group share: the parsed setting `sharing`."""
+    """Hold the parsed setting `sharing`: which noise the images of a group share."""
 
     kind: str = "own"  # own (nothing is shared), group, seeds or tree
     number: int = 0  # seeds: initial noises per group; tree: children per node; else 0
@@ -29,7 +29,7 @@ class Sharing:
 
     @classmethod
     def parse(cls, text: str) -> "Sharing":
-        """Parse the setting `sharing`, such as tree:2@0,3.
+        """Parse the setting `sharing`: own, group, seeds:NOISES or tree:CHILDREN@TRANSITIONS, such as tree:2@0,3.
 
         Raises InputError if the text has another form.
         """
@@ -56,9 +56,9 @@ class Sharing:
         images: int,  # images per group, G
         transitions: int,  # transitions per trajectory, T
     ) -> Tensor:  # (T + 1, G) long
-        """Return which image's noise each image of a group uses, as indices of images in the group.
+        """Return, for each image of a group, the index of the image in the group whose noise it uses.
 
-        Row 0 is for the initial noise, row i + 1 for transition i. An image whose noise is not shared has its own index.
+        Row 0 is for the initial noise, row i + 1 for transition i. An image that uses its own noise has its own index.
         Raises InputError if the images cannot be divided evenly among the seeds or leaves, or if a split lies beyond
         the trajectory.
         """
@@ -99,12 +99,13 @@ class Sharing:
 
 # %% ../../nbs/00_theory/10_sharing.ipynb #36997ff4
 def shared_states(
-    noise_owners: Tensor,  # image whose noise each image uses, (T + 1, G) long; `Sharing.noise_owners`
+    # index of the image whose noise each image uses, (T + 1, G) long, from `Sharing.noise_owners`
+    noise_owners: Tensor,
     stochastic: Tensor,  # indices of the transitions with noise, (n,) long
-) -> Tensor:  # (T + 1, G) long; in each row, images with equal numbers have the same latents
-    """Find the images of a group that have the same latents, before every transition and after the last one.
+) -> Tensor:  # (T + 1, G) long; row i is before transition i, row T after the last
+    """Find out which images of a group have the same latents, before every transition and after the last one.
 
-    Images with the same latents get the same number, the index of the first of them in the group.
+    In each row, images with the same latents have the same number: the index of the first of them in the group.
     """
     noisy = set(stochastic.tolist())
     states = [noise_owners[0]]
@@ -116,20 +117,20 @@ def shared_states(
 
 
 def forward_passes_per_group(
-    states: Tensor,  # state of each image at each step, (T + 1, G) long, from `shared_states`
+    states: Tensor,  # number of each image's state at each step, (T + 1, G) long, from `shared_states`
 ) -> int:
-    """Count the forward passes that sample one group: one per distinct state before each transition."""
+    """Count the forward passes that sample one group: images with the same latents before a transition share one."""
     return sum(len(row.unique()) for row in states[:-1])
 
 # %% ../../nbs/00_theory/10_sharing.ipynb #d61f468b
 def edge_advantages(
     scores: Tensor,  # scores of P prompts with G images each, (P, G)
-    states: Tensor,  # state of each image at each step, (T + 1, G) long, from `shared_states`
-    # depth: standardise the mean scores of all nodes of a depth; leaves: standardise, then average
+    states: Tensor,  # number of each image's state at each step, (T + 1, G) long, from `shared_states`
+    # depth: standardise the mean scores of all nodes at a depth; leaves: standardise the images' scores, and average
     rule: str = "depth",
     clamp: float = 5.0,  # largest absolute advantage, in standard deviations
 ) -> Tensor:  # (P, G, T), advantage of each transition of each image
-    """Compute the advantage of every transition of every image, if the trajectories of a group form a tree.
+    """Compute the advantage of each transition from the scores of the images that share it, in a group that forms a tree.
 
     A transition (an edge of the tree) has the same advantage for all images that share it. Raises InputError if the
     rule is neither depth nor leaves.
@@ -154,12 +155,12 @@ def merged_length(
     sigmas: Tensor,  # (T + 1,) noise levels, decreasing
     start: int,  # index i of the first transition to merge
     min_power: float = 2.2,  # entropy power 2 pi e std**2 that the merged step must reach
-    eta: float = 0.7,  # noise strength of the transition
-) -> int:  # number l of transitions that become one
-    """Count the transitions from `start` on that E-GRPO merges into one, so that it reaches the entropy power.
+    eta: float = 0.7,  # noise strength of the merged step
+) -> int:  # number l of transitions that become one, at least 1
+    """Count the transitions from `start` on that E-GRPO merges into one step, the fewest that reach the entropy power.
 
-    If even all transitions but the last do not reach it, all but the last are merged. Raises InputError if `start` lies
-    outside the grid.
+    The merged step ends before the last transition, which has no noise, even if it then does not reach the entropy power; from
+    `start` = T - 1 the result is 1. Raises InputError if `start` is not the index of a transition.
     """
     if not 0 <= start < len(sigmas) - 1:
         raise InputError(f"`start` must be 0 to {len(sigmas) - 2}; got {start}")
@@ -176,11 +177,12 @@ def merge_transitions(
     eta: Tensor,  # noise strengths, (T,), above 0 only in the window
     merge: str,  # the setting `merge`: "window", "entropy:POWER" or "rest:SHARE"
     shift: float,  # the setting `shift`
-) -> tuple[Tensor, Tensor]:  # noise levels and strengths of the shorter grid
+) -> tuple[Tensor, Tensor]:  # noise levels (T' + 1,) and strengths (T',) of the shorter grid
     """Shorten the sampling grid according to the setting `merge`.
 
     "window" merges the transitions of the window into one. "entropy" merges transitions from the start of the window on
-    until one step has the entropy power. "rest" takes fewer steps after the window (`shrink_rest`).
+    until the merged step reaches the entropy power (`merged_length`). "rest" takes fewer steps after the window
+    (`shrink_rest`).
     """
     window = eta.nonzero()[:, 0].tolist()
     kind, _, number = merge.partition(":")

@@ -36,9 +36,9 @@ def mean_shift_divergence(
     old_mean: Tensor,  # mean of each transition under the sampling weights, (m, ...)
     std: Tensor,  # standard deviation of each transition, (m,), the same under both weights
 ) -> Tensor:  # (m,), nats per latent dimension
-    """Compute the KL divergence between transitions under the current and the sampling weights.
+    """Compute the KL divergence between each transition under the current weights and under the sampling weights.
 
-    Both have the same standard deviation, so it is |mean - old_mean|^2 / (2 std^2), averaged over latent dimensions.
+    Both have the same standard deviation, so it is (mean - old_mean)^2 / (2 std^2), averaged over latent dimensions.
     """
     return (mean - old_mean).square().flatten(1).mean(1) / (2 * std**2)
 
@@ -49,9 +49,10 @@ def transition_statistic(
     divergence: Tensor,  # KL divergence from `mean_shift_divergence`, (m,), with its gradient
     std: Tensor,  # standard deviation of each transition, (m,)
 ) -> Tensor:  # (m,), 0 if the policy has not changed
-    """Compute the statistic of each transition that replaces the log-ratio in the mean over a chunk.
+    """Compute the statistic that replaces the log-ratio of each transition.
 
-    Raises InputError if the kind is unknown.
+    It is log_ratio for ratio, log_ratio + divergence for centred, std log_ratio for scaled, and std (log_ratio +
+    divergence) for guard. Raises InputError if the kind is unknown.
     """
     if kind not in STATISTICS:
         raise InputError(f"`statistic` must be one of {', '.join(STATISTICS)}; got {kind!r}")
@@ -68,7 +69,10 @@ def _raw_step_weights(
     sampler: Sampler,  # sampler of the rollout
     steps: Tensor,  # indices of the trained transitions, (n,) long
 ) -> Tensor:  # (n,) float64
-    """Compute the weight of each trained transition, before the division by the mean weight."""
+    """Compute the weight of each trained transition before it is divided by the mean weight.
+
+    Raises InputError for noise and flash if a trained transition has no noise.
+    """
     levels = sampler.sigmas.double()
     t = levels[steps]
     h = -levels.diff()[steps]
@@ -94,11 +98,12 @@ def step_weights_by_name(
     # sampler without a window, over whose stochastic transitions the weights have mean 1; None: over `steps`
     full_sampler: Sampler | None = None,
 ) -> Tensor:  # (T,) float32, 0 at transitions that are not trained
-    """Compute the weight of every transition in the objective.
+    """Compute the weight by which each transition's term in the objective is multiplied.
 
-    A method that trains a window passes `full_sampler`, so that a weight does not depend on the window. Otherwise the weights
-    would have mean 1 in the window, and the only transition of a window of width 1 would always have weight 1. Raises
-    InputError if the name is unknown, or if the weight needs noise that a trained transition does not have.
+    With step h in noise level, the weight is proportional to std for noise, to h for interval, to 1 / h for inverse-interval
+    and to 1 / (sqrt(h) / s + s sqrt(h) (1 - t) / (2 t)), s = std / sqrt(h), for flash. A method that trains a window passes
+    `full_sampler`, so that a weight does not depend on the window: otherwise the only transition of a window of width 1 would
+    always have weight 1. Raises InputError if the name is unknown, or for noise and flash if a transition has no noise.
     """
     if name not in STEP_WEIGHTS:
         raise InputError(
@@ -113,9 +118,11 @@ def step_weights_by_name(
 # %% ../../nbs/00_theory/09_surrogates.ipynb #f28fb9bc
 @dataclass(frozen=True)
 class Surrogate:
-    """Compute a surrogate objective from the statistic and the advantage of chunk samples; calling it does so."""
+    """Hold the parsed setting `surrogate`; calling an instance computes the objective of each chunk sample."""
 
-    kind: str = "clip"  # one of SURROGATES
+    kind: str = (
+        "clip"  # one of SURROGATES; the table in notebook theory/surrogates has the formulas
+    )
     # clip: clip range; asymmetric: range below 1; dppo: largest divergence; hinge: margin
     first: float = 0.0
     second: float = 0.0  # asymmetric: range above 1; other kinds: 0
@@ -126,9 +133,9 @@ class Surrogate:
         text: str,  # the setting `surrogate`
         clip_range: float,  # the setting `clip_range`, used by the kind `clip`
     ) -> "Surrogate":
-        """Parse the setting `surrogate`, such as clip or dppo:1e-6.
+        """Parse the setting `surrogate`: clip, asymmetric:LOW:HIGH, dppo:DIVERGENCE, hinge:MARGIN, epg, pepg or par.
 
-        Raises InputError if the text has another form.
+        Raises InputError for any other text, or if a number is not positive and finite.
         """
         kind, *arguments = text.split(":")
         try:
@@ -144,12 +151,12 @@ class Surrogate:
 
     def __call__(
         self,
-        statistic: Tensor,  # mean statistic of each chunk sample, (N,)
+        statistic: Tensor,  # mean of `transition_statistic` over each chunk sample, (N,)
         advantage: Tensor,  # advantage of each chunk sample, (N,)
         # mean KL divergence of each chunk sample from the sampling weights, (N,); only dppo needs it
         divergence: Tensor | None = None,
     ) -> Tensor:  # (N,), to be maximised
-        """Compute the objective of each chunk sample, whose derivative with respect to the statistic scales its gradient."""
+        """Compute the objective of each chunk sample, in which exp(statistic) stands for the ratio r."""
         ratio = statistic.exp()
         unclipped = ratio * advantage
         if self.kind in ("clip", "asymmetric"):

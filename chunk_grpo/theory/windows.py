@@ -29,7 +29,7 @@ WINDOW_KINDS = {
 # %% ../../nbs/00_theory/08_windows.ipynb #8a197bd3
 @dataclass(frozen=True)
 class Window:
-    """Determine which transitions have noise in each iteration: the parsed setting `window`."""
+    """Hold the parsed setting `window`: consecutive transitions that have noise, and how they move between iterations."""
 
     kind: str = "all"  # one of WINDOW_KINDS
     width: int = 0  # transitions in the window; unused for "all"
@@ -37,9 +37,10 @@ class Window:
 
     @classmethod
     def parse(cls, text: str) -> "Window":
-        """Parse the setting `window`, such as progressive:4:25.
+        """Parse the setting `window`: all, frozen:W, random:W, early:W, progressive:W:EVERY or exponential:W:EVERY.
 
-        Raises InputError if the text has another form.
+        W is the width, and EVERY the number of iterations before the window moves. Raises InputError if the text has
+        another form.
         """
         kind, *numbers = text.split(":")
         has_known_form = kind in WINDOW_KINDS and len(numbers) == WINDOW_KINDS[kind]
@@ -54,11 +55,11 @@ class Window:
         self,
         transitions: int,  # number n of transitions that may have noise
         iteration: int,  # 0, 1, ...
-        seed: int = 0,  # seed of the run, for random windows
+        seed: int = 0,  # seed of the run; used by the kinds random and early
     ) -> range:  # indices of the transitions with noise
         """Return the indices of the transitions in the window of an iteration, which is the same for all images.
 
-        Raises InputError if the window is wider than the trajectory.
+        Raises InputError if the window is wider than `transitions`.
         """
         if self.kind == "all":
             return range(transitions)
@@ -85,9 +86,9 @@ class Window:
         self,
         transitions: int,  # number n of transitions that may have noise
     ) -> int:
-        """Return the largest index at which the window of any iteration can begin.
+        """Return the largest transition index at which the window can begin in any iteration.
 
-        Raises InputError if the window is wider than the trajectory.
+        Raises InputError if the window is wider than `transitions`.
         """
         last = transitions - self.width
         if last < 0:
@@ -102,9 +103,9 @@ class Window:
         self,
         transitions: int,  # number n of transitions that may have noise
     ) -> range:
-        """Return the indices of the transitions that lie in the window of every iteration.
+        """Return the indices of the transitions that lie in the window at each of its positions.
 
-        The range is empty if two windows of the run do not overlap.
+        The range is empty if two positions do not overlap. Raises InputError if the window is wider than `transitions`.
         """
         width = transitions if self.kind == "all" else self.width
         return range(self.latest_start(transitions), width)
@@ -114,11 +115,12 @@ class Window:
         transitions: int,  # number n of transitions that may have noise
         eta: float,  # noise strength inside the window
         iteration: int,  # 0, 1, ...
-        seed: int = 0,  # seed of the run, for random windows
+        seed: int = 0,  # seed of the run; used by the kinds random and early
     ) -> Tensor:  # (n + 1,) float64
         """Return the noise strength of every transition: `eta` in the window of an iteration, and 0 elsewhere.
 
-        The last entry is that of the last transition of the trajectory, which is deterministic.
+        The last entry is always 0: it belongs to the deterministic last transition of the trajectory. Raises InputError if
+        the window is wider than `transitions`.
         """
         strengths = torch.zeros(transitions + 1, dtype=torch.float64)
         strengths[list(self.places(transitions, iteration, seed))] = eta
@@ -128,14 +130,12 @@ class Window:
 def shrink_rest(
     sigmas: Tensor,  # noise levels, (T + 1,)
     start: int,  # first transition after the window
-    share: float,  # new number of transitions from `start` on, as a share of the old; in (0, 1]
+    share: float,  # share of the transitions from `start` on that remain, in (0, 1]
     shift: float,  # shift of the schedule
-) -> (
-    Tensor
-):  # noise levels, (start + m + 1,) with m new transitions; the first start + 1 are unchanged
-    """Replace the transitions after the window by fewer ones, at least one, as in MixGRPO-Flash.
+) -> Tensor:  # noise levels, (start + m + 1,), of which the first start + 1 are unchanged
+    """Replace the transitions after the window with m larger ones, as in MixGRPO-Flash.
 
-    The new noise levels are evenly spaced before the shift is applied.
+    m is `share` of their number, rounded down, but at least 1. The new noise levels are evenly spaced before the shift.
     """
     new_count = max(1, int(share * (len(sigmas) - 1 - start)))
     unshifted = shift_sigmas(sigmas[start].double(), 1 / shift)
