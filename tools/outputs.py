@@ -210,6 +210,12 @@ def renew(page: Path) -> None:
 def main() -> int:
     """Renew the outputs of pages, or check that they are current."""
     words = sys.argv[1:]
+    unknown = [
+        word for word in words if word.startswith("-") and word not in ("--all", "--check", "--one")
+    ]
+    if unknown:
+        print(f"allowed are PAGE ..., --all and --check; got {unknown[0]}", file=sys.stderr)
+        return 2
     named = [Path(word).resolve() for word in words if not word.startswith("-")]
     if len(named) == 1 and "--one" in words:
         renew(named[0])
