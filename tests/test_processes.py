@@ -73,7 +73,7 @@ def watched(self, *given):
     destroy(self, *given)
 
 destroy, PartialState.destroy_process_group = PartialState.destroy_process_group, watched
-train_run(load_settings(sys.argv[1], {"iterations": 1}), sys.argv[2], say=lambda text: None)
+train_run(load_settings(sys.argv[1], {"iterations": 1}), sys.argv[2], log=lambda text: None)
 """
 
 

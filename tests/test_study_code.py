@@ -182,7 +182,7 @@ def test_rows_of_other_code_are_not_taken_as_finished(home, tmp_path, file):
             InputError, match="ranks-0 .* was begun with other code: `method`, .* has changed"
         ):
             go(home, out, unplanned=True)
-    assert [row["code"] != {} for row in go(home, tmp_path / "b/out", known=lines(out))] == [
+    assert [row["code"] != {} for row in go(home, tmp_path / "b/out", finished_rows=lines(out))] == [
         True,
         True,
     ]
@@ -256,15 +256,15 @@ WAYS = {
     ),
     "study.yaml a link": (
         lambda home, far: link(home, "study.yaml", far / "s.yaml"),
-        "study.yaml is a link",
+        "study.yaml is a symbolic link",
     ),
     "base.yaml a link": (
         lambda home, far: link(home, "base.yaml", far / "b.yaml"),
-        "base.yaml is a link",
+        "base.yaml is a symbolic link",
     ),
     "a link inside": (
         lambda home, far: link(home, "base.yaml", home / "b.yaml"),
-        "base.yaml is a link",
+        "base.yaml is a symbolic link",
     ),
     "code a link": (
         lambda home, far: link(home, "my_rank.py", far / "r.py"),
