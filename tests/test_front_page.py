@@ -157,7 +157,7 @@ def test_methods_and_pipelines_of_the_front_page_are_those_of_the_package():
     words = {8: "Eight"}  # as the sentence writes the number
     assert f"{words[ours]} more rows are candidates of our own" in README
     assert (
-        f"with {len(methods) - 1} other published methods" in README
+        f"{len(methods) - 1} other published methods" in README
         and f"**{len(methods)} methods**" in README
     )
     assert {"chunk", "flow", "dance", "mix", "nft"} <= set(
@@ -242,7 +242,7 @@ def test_captions_have_the_numbers_of_their_figures():
     verdicts = [row["scores"]["pocket-geneval"] for row in kept["rows"]]
     mended = sum(row[0] == 0 and row[-1] == 1 for row in verdicts)
     text = " ".join(section("Does it work?").split())
-    assert f"{mended} of the {len(verdicts)} images that a demo run kept" in text
+    assert f"{mended} of the {len(verdicts)} images that a demo run stored" in text
     before, after = (int(sum(row[end] for row in verdicts)) for end in (0, -1))
     assert (
         f"accepts {before} before training and {after} after {kept['iterations'][-1]} iterations"

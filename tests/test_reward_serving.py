@@ -235,7 +235,7 @@ def test_wrong_scores_are_errors_at_once(name, said):
 
 def test_refusals_before_a_child_is_started():
     child = placement.LocalServer("r", "no:such", python=sys.executable)
-    with pytest.raises(InputError, match="for each of 5 images; got 4"):
+    with pytest.raises(InputError, match="one text per image; got 4 for 5 images"):
         child(PICTURES, PROMPTS[:4])
     with pytest.raises(InputError, match="floats in .0, 1.; got nan"):
         child(IMAGES * float("nan"), PROMPTS)

@@ -182,7 +182,9 @@ def test_rows_of_other_code_are_not_taken_as_finished(home, tmp_path, file):
             InputError, match="ranks-0 .* was begun with other code: `method`, .* has changed"
         ):
             go(home, out, unplanned=True)
-    assert [row["code"] != {} for row in go(home, tmp_path / "b/out", finished_rows=lines(out))] == [
+    assert [
+        row["code"] != {} for row in go(home, tmp_path / "b/out", finished_rows=lines(out))
+    ] == [
         True,
         True,
     ]

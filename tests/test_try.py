@@ -226,7 +226,10 @@ def best_in_the_middle(trial: design.Trial) -> float:
             "`tuning_grid` of RandomAdvantages must map one setting to three values",
         ),
         (RANDOM + "    tuning_grid = {'iterations': [1, 2, 3]}\n", "must not change what the"),
-        (RANDOM + "    tuning_grid = {'kl': [-1, 2, 3]}\n", "`kl=-1` is not: `kl` must be a number"),
+        (
+            RANDOM + "    tuning_grid = {'kl': [-1, 2, 3]}\n",
+            "`kl=-1` is not: `kl` must be a number",
+        ),
         (LEAK, "must not refer to held-out prompts; line 9 of mine.py uses eval_prompts"),
         (RANDOM + "    a = 'pocket:test192'\n", "names pocket:test192"),
         (RANDOM + "    a = 'test-prompts.txt'\n", "names test-prompts.txt"),
