@@ -571,7 +571,7 @@ def clip_step_loss(
         words,
         scenes=[drawn[i] for i in pick],
         images=images,
-        get_negative_prompts=negatives,
+        negatives=negatives,
         rng=rng,
         generator=generator,
     )
@@ -605,7 +605,7 @@ def train_clip(
     def take_step(step):
         """Take one training step, and return its loss."""
         loss = clip_step_loss(
-            model, words, data=data, batch=batch, get_negative_prompts=negatives, seed=(seed, step)
+            model, words, data=data, batch=batch, negatives=negatives, seed=(seed, step)
         )
         clipped_step(model, loss, optimizer, schedule)
         return loss.item()
