@@ -80,7 +80,7 @@ def test_no_iteration_of_a_warm_up_or_at_the_end_has_the_rate_0(name):
     [
         ({"lr_scheduler": "cosin"}, "`lr_scheduler` must be constant, linear, cosine"),
         ({"lr_scheduler": "cosine_with_restarts:1"}, "CYCLES with a number from 2"),
-        ({"lr_scheduler": "linear", "lr_warmup_iterations": 150}, "be below 150; got 150"),
+        ({"lr_scheduler": "linear", "lr_warmup_iterations": 150}, "be below 150, .*; got 150"),
         ({"lr_scheduler": "linear", "lr_iterations": 149}, "at least `iterations` .150."),
         ({"lr_iterations": 200}, "`lr_iterations` must be 0 if `lr_scheduler` is constant"),
         ({"lr_scheduler": "cosine_with_restarts:151"}, "at most as many cycles"),
