@@ -133,7 +133,7 @@ for group in (
 
 # %% ../../nbs/14_cli/11_main.ipynb #c05f084c
 def describe_error(error: Exception) -> tuple[int, str]:
-    """Return the exit code for an error, 1 or 2, and a sentence that explains the error.
+    """Return the exit code for an error and a sentence that explains it: 2 for wrong input or an unusable path, else 1.
 
     For an unforeseen error, write the traceback to a temporary file, which the sentence names.
     """

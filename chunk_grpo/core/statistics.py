@@ -96,7 +96,7 @@ def _scaled_deviations(
 
 def _draw_category_means(
     values: np.ndarray,  # (n, m), scores of n prompts of one category, with m images each
-    # (n,), from `_scaled_deviations`; if n is 1, those of other categories, in any number
+    # (n,), from `_scaled_deviations`; if n is 1, the deviations of other categories, any number of them
     deviations: np.ndarray,
     draws: int,  # number of bootstrap draws
     random: np.random.Generator,  # source of the random numbers

@@ -62,8 +62,9 @@ def _check_metadata(
 ) -> None:
     """Raise InputError unless a record is valid GenEval metadata.
 
-    Valid are one of `GENEVAL_TAGS`, a text, and objects with a COCO class, a count from 1 and perhaps a colour, or a
-    position relative to an earlier object.
+    `tag` must be one of `GENEVAL_TAGS`, `prompt` a string, and `include` a list of at least one object. Each object there
+    and in `exclude` has a COCO class and a count of at least 1, and optionally a colour and a position relative to an
+    earlier object.
     """
 
     def require(condition: bool, field: str, allowed: str, got: object) -> None:

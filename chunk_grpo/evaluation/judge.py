@@ -682,7 +682,8 @@ def _load_judge(
 ) -> JudgeReward:
     """Check a judge and its scale, and return it as a reward.
 
-    Raises InputError if the judge or the scale is wrong, or if the judge does not answer.
+    Raises InputError if a parameter of the judge or the scale is wrong, if the key is missing, or, with `ask`, if the judge
+    does not answer.
     """
     if not scale[0] < scale[1]:
         raise InputError(f"`lowest` must be below `highest`; got {scale[0]:g} and {scale[1]:g}")

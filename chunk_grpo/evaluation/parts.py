@@ -144,7 +144,7 @@ def sample_part(
     prompts: list[str],  # all prompts
     scorers: Mapping[str, Callable],  # rewards, keyed by name
     part: tuple[str, int, int],  # arm, first image, last image plus 1, see `evaluation_parts`
-    split: int | None,  # split of the arm, see `sample_arm_images`
+    split: int | None,  # step at which the base takes over: 0 means the base alone, None never
     folder: Path,  # folder of the evaluation, which gets ARM/00000.png and so on
     prompt_records: Sequence[Mapping] | None = None,  # one per prompt; None: {"prompt": text}
 ) -> list[dict]:  # one record per image

@@ -134,9 +134,9 @@ class Decoupled(Method):
 
     def chunks(
         self,
-        profile: Tensor,  # (n,) mean distance of each trainable level under the base
+        profile: Tensor,  # (n,) mean relative distance of the transition from each trainable level, under the base
     ) -> Chunks:
-        """Divide the n trainable levels into the chunks that become chunk samples.
+        """Divide the n trainable levels into chunks; training computes one statistic per chunk and image.
 
         If `sample_is_chunk` is True, these are the chunks of the setting `chunks`. Otherwise every level is a chunk of size
         1, and the setting only determines which levels are sampled.
@@ -147,7 +147,7 @@ class Decoupled(Method):
 
     def selection_chunks(
         self,
-        profile: Tensor,  # (n,) mean distance of each trainable level under the base
+        profile: Tensor,  # (n,) mean relative distance of the transition from each trainable level, under the base
     ) -> Chunks:
         """Divide the n trainable levels into the chunks from which `select_chunks` samples.
 
@@ -273,9 +273,9 @@ class Decoupled(Method):
         # returned by the function `chunks`; used only if a subclass overrides that function
         chunks: Chunks | None,
     ) -> float:
-        """Return the mean number of levels that an image trains in an iteration.
+        """Return the mean number of noise levels at which an image is trained in an iteration.
 
-        Unless a subclass overrides `chunks`, it follows from the settings `chunks`, `train_chunks` and `chunk_fraction`.
+        Unless a subclass overrides `chunks`, this number follows from the settings `chunks`, `train_chunks` and `chunk_fraction`.
         """
         if self.overrides_chunks:
             return super().count_trained_per_image(chunks)
@@ -298,7 +298,7 @@ class Decoupled(Method):
         self,
         batch: TransitionBatch,  # noised latents, and their velocity targets
     ) -> tuple[Tensor, ...]:
-        """Return the tuple of tensors of `losses`, (m,) each."""
+        """Return what `losses` returns: a tuple of tensors, (m,) each."""
         return self.losses(batch)
 
     def losses(

@@ -366,7 +366,7 @@ class QwenImagePolicy(Policy):
 
     @property
     def vae_scale_factor(self) -> int:
-        """Return the image pixels per side that one latent pixel of the VAE covers."""
+        """Return the side length, in image pixels, of the square that one latent pixel of the VAE covers."""
         return 2 ** len(self.vae.temperal_downsample)
 
     @property

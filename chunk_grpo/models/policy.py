@@ -287,7 +287,7 @@ class Family:
 
     @property
     def vae_scale_factor(self) -> int:
-        """Return the image pixels per side that one latent pixel of the VAE covers."""
+        """Return the side length, in image pixels, of the square that one latent pixel of the VAE covers."""
         return 2 ** (len(self.vae.config.block_out_channels) - 1)
 
     def sigmas(self, steps: int) -> Tensor:  # (steps + 1,)

@@ -61,7 +61,7 @@ class PocketCLIP:
         self,
         folder: Path = POCKET_DIR / "clip",  # holds a CLIPModel and its tokenizer
     ):
-        """Load the model and the tokenizer that `save_pretrained` wrote into a folder, without gradients."""
+        """Load the model and the tokenizer that `save_pretrained` wrote into a folder, and disable the model's gradients."""
         self.model = CLIPModel.from_pretrained(folder).eval().requires_grad_(False)
         self.tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
 

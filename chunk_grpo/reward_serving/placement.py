@@ -141,7 +141,7 @@ def _start_child(
 
 
 def _describe_exit(child: subprocess.Popen) -> str:
-    """Return in words how a child ended, such as "it exited with status 3"; wait up to 5 s for its end."""
+    """Wait up to 5 s for a child to end, and say how, such as "it exited with status 3"; else "it closed its connection"."""
     try:
         code = child.wait(5)
     except subprocess.TimeoutExpired:

@@ -643,7 +643,7 @@ def rank_table(
     rows: Sequence[Mapping],  # rows of finished trials
     outcome: str,  # name of the reward that decides
 ) -> list[dict]:  # best first, keyed by rank, arm and gain (95% interval)
-    """Rank the arms and the base by their mean gain."""
+    """Return a table of the arms, ranked by their mean gain over the base, with the base itself at 0."""
     gains = t_intervals(analysis.gains_by_seed(rows, outcome))
     texts = {arm: analysis.format_difference(row) for arm, row in gains.iterrows()}
     means = gains["mean"].to_dict() | {"the base": 0.0}
@@ -821,7 +821,7 @@ def _is_new_try(
 def _rows_of_other_tries(
     out: Path,  # folder of this try
 ) -> list[dict]:
-    """Read the rows of the tries whose folders lie next to this one; they may include runs of the reference."""
+    """Read the rows of all trials of the tries whose folders lie next to this one, runs of the reference included."""
     rows = []
     for pattern in ("*/trials/results.jsonl", "*/tuning/trials/results.jsonl"):
         for file in sorted(out.parent.glob(pattern)):

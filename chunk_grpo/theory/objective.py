@@ -147,7 +147,7 @@ def segment_ratio(
     old_logp: Tensor,  # log-probabilities of the same transitions under the sampling weights, (M,)
     segment: Tensor,  # chunk sample of each transition, (M,) long, from `flatten_chunks`
 ) -> Tensor:  # (N,), one ratio per chunk sample; differentiable in new_logp
-    """Compute the importance ratio (14) of each chunk sample from a flat list of M transitions, in any order.
+    """Compute the importance ratio of each chunk sample, equation (14), from a flat list of M transitions, in any order.
 
     Raises InputError if the shapes differ or a chunk sample has no transitions.
     """

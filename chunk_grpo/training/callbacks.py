@@ -221,7 +221,7 @@ def _holds_in_a_row(
 def _clip_range_setting(
     settings: Settings,
 ) -> tuple[str, float | None]:  # clip_range or surrogate; clip range, None if there is none
-    """Return the name of the setting that defines the clip range, and the range, the smaller one if there are two."""
+    """Return the name of the setting that defines the clip range, and the range: the smaller of two, or None if there is none."""
     if settings.surrogate in named_code(settings):
         return "clip_range", settings.clip_range
     surrogate = Surrogate.parse(settings.surrogate, settings.clip_range)

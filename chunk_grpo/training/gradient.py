@@ -289,7 +289,7 @@ def _statistics_of_update(
     # (M, ...) transition statistics before the first update; None: on-policy
     old: tuple[Tensor, ...] | None,
 ) -> Tensor:  # (M, ...)
-    """Replay an update with the current weights, and compute the method's statistic of each transition, without graph."""
+    """Replay the M transitions of an update with the current weights, and return the method's statistic of each, detached."""
     if context.trajectories.sizes is None:
         new = compute_transition_stats(context, update_batch, method)
         return method.statistic(new, new if old is None else old)
