@@ -236,7 +236,9 @@ def test_each_share_is_all_where_nothing_else_differs():
     assert [
         variance_shares(x)[name] for x, name in ((step, "step"), (prompt, "prompt"), (seed, "seed"))
     ] == [1, 1, 1]
-    with pytest.raises(InputError, match="`distance` must have values that differ; got 1.0 everywhere"):
+    with pytest.raises(
+        InputError, match="`distance` must have values that differ; got 1.0 everywhere"
+    ):
         variance_shares(torch.ones(3, 2, 4))
 
 
