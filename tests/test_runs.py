@@ -581,7 +581,7 @@ def test_reports_read_older_and_newer_summaries(tmp_path):
     (old / "evaluation" / "summary.json").write_text(json.dumps(summary))
     page = write_run_report(old, "evaluate").read_text()
     assert (
-        "Hybrid inference, where the base takes over at step 12" in page
+        "Hybrid inference, in which the base takes over at step 12" in page
         and "saw preserved" not in page
     )
     assert write_run_report(newer(tmp_path / "new")).is_file()
