@@ -96,6 +96,19 @@ from chunk_grpo.reporting import reports
         (["sample", "nowhere"], ["neither"]),
         (["export", "nowhere", "mine"], ["nowhere"]),
         (["evaluate", "nowhere", "--benchmark", "geneval", "--json"], ["`--json`", "summary.json"]),
+        (["evaluate", "nowhere", "--rewards", "clip"], ["`--rewards`", "`--benchmark`", "'clip'"]),
+        (["evaluate", "nowhere", "--samples", "3"], ["`--samples`", "`--benchmark`", "got 3"]),
+        (["evaluate", "nowhere", "--judge-url", "http://a"], ["`--judge-url`", "`--benchmark`"]),
+        (["evaluate", "nowhere", "--out", "x"], ["`--out`", "`--images`", "'x'"]),
+        (["evaluate", "--images", "a=b"], ["`--images`", "`--benchmark`"]),
+        (
+            ["evaluate", "run", "--images", "a=b", "--benchmark", "geneval"],
+            ["`RUN`", "without `--images`", "'run'"],
+        ),
+        (
+            ["evaluate", "--images", "a=b", "--benchmark", "geneval", "--processes", "2"],
+            ["`--processes`", "without `--images`", "got 2"],
+        ),
     ],
 )
 def test_wrong_input_is_one_sentence_and_exit_code_2(
@@ -535,6 +548,7 @@ def test_a_run_from_training_to_comparison(small, trained):
     run = trained
     assert json.loads((run / "run.json").read_text())["settings"]["seed"] == 3
     said = log(small, "evaluate", run, "--no-report")
+    assert "report:" not in said and not (run / "evaluation/report.html").exists()
     assert re.search(r"tiny_rewards:red plain +-?\d\.\d{4} \(-?\d\.\d{4} to -?\d\.\d{4}\)", said)
     summary = json.loads(log(small, "evaluate", run, "--json"))
     assert summary == json.loads((run / "evaluation/summary.json").read_text())
