@@ -1187,6 +1187,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                 'chunk_grpo/models/inputs.py'),
                                           'chunk_grpo.models.inputs.check_family_matches_pipeline': ( '03_models/inputs.html#check_family_matches_pipeline',
                                                                                                       'chunk_grpo/models/inputs.py'),
+                                          'chunk_grpo.models.inputs.check_guidance': ( '03_models/inputs.html#check_guidance',
+                                                                                       'chunk_grpo/models/inputs.py'),
                                           'chunk_grpo.models.inputs.check_network_weights': ( '03_models/inputs.html#check_network_weights',
                                                                                               'chunk_grpo/models/inputs.py'),
                                           'chunk_grpo.models.inputs.check_noise_levels': ( '03_models/inputs.html#check_noise_levels',

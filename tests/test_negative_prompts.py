@@ -189,6 +189,9 @@ def test_evaluation_has_its_own_guidance(name, tmp_path):
     run("evaluate", folder / "usual", "eval_true_cfg_scale=3", f"eval_guidance={scale}")
     done = call("evaluate", folder / "usual", "true_cfg_scale=3")
     assert done.returncode == 2 and "eval_true_cfg_scale" in done.stderr
+    if name == "sd3":
+        done = call("evaluate", folder / "usual", "eval_guidance=2")
+        assert done.returncode == 2 and "takes no guidance scale; got 2" in done.stderr
 
 
 def test_guidance_of_evaluation_is_that_of_training_unless_it_is_set():

@@ -48,6 +48,7 @@ from chunk_grpo.evaluation.run_images import (
     sample_arm_images,
 )
 from chunk_grpo.models.inputs import (
+    check_guidance,
     read_prompts,
     read_prompts_with_records,
     split_prompt_column,
@@ -719,6 +720,7 @@ def run_benchmark(
     out = Path(folder) / "benchmarks" / task.name
     processes = processes or default_sampling_processes(folder)
     check_run_inputs(folder, settings, ("model",))
+    check_guidance(settings)
 
     # Load everything that scores before hours of sampling.
     use_working_folder = bool(reward_names) or run_origin(folder) != "foreign"

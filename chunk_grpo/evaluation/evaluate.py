@@ -22,7 +22,7 @@ from ..arguments import checked, int_at_least, path_argument
 from ..core import settings as setting
 from ..core.files import atomic_write, write_json
 from ..core.statistics import bootstrap_images, bootstrap_ratio
-from ..models.inputs import read_prompts, read_run_prompts
+from ..models.inputs import check_guidance, read_prompts, read_run_prompts
 from ..runs import run_folder
 from .run_images import AS_TRAINED_ARMS
 from chunk_grpo.evaluation.parts import (
@@ -465,6 +465,7 @@ def evaluate(
     arms = dict(arms)
     _check_arms(arms, settings.eval_steps)
     run_folder.check_run_inputs(run, settings)
+    check_guidance(settings)
     prompts = read_run_prompts(settings, "eval_prompts")
     folder = unfinished_evaluation_folder(run, settings, arms, prompts)
     parts = evaluation_parts(settings, len(prompts), arms)

@@ -12,8 +12,8 @@ __all__ = ['OTHER_FILES', 'MODEL_FOLDERS', 'FAMILIES', 'SCHEDULER', 'locate_mode
            'read_model_prompts', 'read_run_prompts', 'allows_record_sizes', 'read_prompt_sizes',
            'read_run_prompts_with_records', 'prompt_identity', 'read_negative_prompts', 'read_run_negative_prompts',
            'describe_prompts', 'write_prompts', 'sample_prompt_indices', 'space_positions_evenly',
-           'check_one_size_for_editing', 'check_embedded_guidance', 'check_and_hash_inputs', 'make_inputs_absolute',
-           'hash_prompts', 'hash_file_stats', 'describe_inputs', 'find_changed_input']
+           'check_one_size_for_editing', 'check_embedded_guidance', 'check_guidance', 'check_and_hash_inputs',
+           'make_inputs_absolute', 'hash_prompts', 'hash_file_stats', 'describe_inputs', 'find_changed_input']
 
 # %% ../../nbs/03_models/00_inputs.ipynb #05005ec1
 import contextlib
@@ -1803,6 +1803,17 @@ def check_embedded_guidance(
             )
 
 
+def check_guidance(
+    settings: Settings,  # of a run or an evaluation
+) -> None:
+    """Raise InputError if a guidance scale of the settings does not fit the model; read only its configuration."""
+    model = locate_model(settings.model)
+    family = find_family(check_pipeline_folder(model, settings.family))
+    check_embedded_guidance(settings, family, read_model_json(model, "transformer/config.json"))
+    for _, scale in guidance_scales(settings):
+        family.check_guidance(read_model_json(model, "model_index.json"), scale)
+
+
 def check_and_hash_inputs(
     settings: Any,  # of a run
 ) -> dict[str, str]:
@@ -1819,9 +1830,7 @@ def check_and_hash_inputs(
     model = locate_model(settings.model)
     family = find_family(check_pipeline_folder(model, settings.family))
     check_one_size_for_editing(settings, family)
-    check_embedded_guidance(settings, family, read_model_json(model, "transformer/config.json"))
-    for _, scale in guidance_scales(settings):
-        family.check_guidance(read_model_json(model, "model_index.json"), scale)
+    check_guidance(settings)
     check_scheduler(model, settings.eval_steps)
     check_components(model, settings.family)
     hashes = {
