@@ -1,5 +1,6 @@
 """What several test modules share. Tests send interrupts, which a shell ignores for what it starts behind it."""
 
+import shutil
 import signal
 
 import pytest
@@ -45,6 +46,23 @@ def pytest_collection_modifyitems(items):
     """Modules that take long come first; the rest, and the tests within a module, stay in their order."""
     places = {f"test_{name}": place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.path.stem, len(places)))
+
+
+@pytest.fixture(scope="module")
+def browser():
+    """Start Chromium for the tests of a module; skip them if it or playwright is not installed."""
+    names = ("chromium", "chromium-browser", "google-chrome")
+    program = next(filter(None, map(shutil.which, names)), None)
+    if program is None:
+        pytest.skip("no Chromium on this machine (apt-get install chromium)")
+    playwright = pytest.importorskip(
+        "playwright.sync_api", reason="playwright is not installed (extra dev)"
+    )
+    # A thread runs one playwright at a time, so each module closes its browser.
+    with playwright.sync_playwright() as started:
+        opened = started.chromium.launch(executable_path=program, args=["--no-sandbox"])
+        yield opened
+        opened.close()
 
 
 @pytest.fixture(scope="session")

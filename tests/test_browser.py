@@ -1,41 +1,26 @@
 """Reports in a real browser without a network."""
 
-import shutil
-
 import pytest
 import synthetic
 
 from chunk_grpo.reporting.reports import write_run_report
 
-CHROMIUM = (
-    shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-)
-pytestmark = [
-    pytest.mark.browser,
-    pytest.mark.skipif(
-        CHROMIUM is None, reason="no Chromium on this machine (apt-get install chromium)"
-    ),
-]
+pytestmark = pytest.mark.browser
 
 
 @pytest.fixture(scope="module")
-def page():
+def page(browser):
     """A browser page that cannot reach the network, with lists of what it asked for and complained about."""
-    playwright = pytest.importorskip(
-        "playwright.sync_api", reason="playwright is not installed (extra dev)"
-    )
-    with playwright.sync_playwright() as started:
-        browser = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        context = browser.new_context(viewport={"width": 1200, "height": 900})
-        context.set_offline(True)
-        opened = context.new_page()
-        opened.asked, opened.failed, opened.said = [], [], []
-        opened.on("request", lambda request: opened.asked.append(request.url))
-        opened.on("requestfailed", lambda request: opened.failed.append(request.url))
-        opened.on("console", lambda message: opened.said.append(message.text))
-        opened.on("pageerror", lambda error: opened.said.append(str(error)))
-        yield opened
-        browser.close()
+    context = browser.new_context(viewport={"width": 1200, "height": 900})
+    context.set_offline(True)
+    opened = context.new_page()
+    opened.asked, opened.failed, opened.said = [], [], []
+    opened.on("request", lambda request: opened.asked.append(request.url))
+    opened.on("requestfailed", lambda request: opened.failed.append(request.url))
+    opened.on("console", lambda message: opened.said.append(message.text))
+    opened.on("pageerror", lambda error: opened.said.append(str(error)))
+    yield opened
+    context.close()
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,6 @@ import importlib.util
 import io
 import json
 import re
-import shutil
 import sys
 import threading
 from pathlib import Path
@@ -16,9 +15,6 @@ import pytest
 from PIL import Image
 
 ROOT = Path(__file__).resolve().parents[1]
-CHROMIUM = (
-    shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-)
 TWO = ("00_theory/02_chunks", "00_theory/03_objective")
 
 
@@ -368,13 +364,8 @@ LOOKED_AT = [
 
 
 @pytest.fixture(scope="module")
-def browser_page(site):
+def browser_page(site, browser):
     """A browser that reaches the site's own server only: its address is `base`, what went wrong is in `wrong`."""
-    if CHROMIUM is None:
-        pytest.skip("no Chromium on this machine (apt-get install chromium)")
-    playwright = pytest.importorskip(
-        "playwright.sync_api", reason="playwright is not installed (extra dev)"
-    )
 
     class Quiet(http.server.SimpleHTTPRequestHandler):
         def log_message(self, *args):
@@ -384,36 +375,32 @@ def browser_page(site):
         ("127.0.0.1", 0), functools.partial(Quiet, directory=str(site))
     )
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    with playwright.sync_playwright() as started:
-        browser = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        page = browser.new_page()
-        page.set_default_timeout(120_000)
-        page.base, page.wrong = f"http://127.0.0.1:{server.server_port}/", []
-        page.route(
-            lambda url: not url.startswith((page.base, "data:")),
-            lambda route: (page.wrong.append(f"asked {route.request.url}"), route.abort()),
-        )
-        # The browser gives up what it still loads when the next page is opened.
-        page.on(
-            "requestfailed",
-            lambda request: (
-                request.failure != "net::ERR_ABORTED"
-                and page.wrong.append(f"failed {request.url}: {request.failure}")
-            ),
-        )
-        page.on(
-            "response",
-            lambda answer: (
-                answer.status >= 400 and page.wrong.append(f"{answer.status} {answer.url}")
-            ),
-        )
-        page.on(
-            "console",
-            lambda said: said.type in ("error", "warning") and page.wrong.append(said.text),
-        )
-        page.on("pageerror", lambda error: page.wrong.append(str(error)))
-        yield page
-        browser.close()
+    page = browser.new_page()
+    page.set_default_timeout(120_000)
+    page.base, page.wrong = f"http://127.0.0.1:{server.server_port}/", []
+    page.route(
+        lambda url: not url.startswith((page.base, "data:")),
+        lambda route: (page.wrong.append(f"asked {route.request.url}"), route.abort()),
+    )
+    # The browser gives up what it still loads when the next page is opened.
+    page.on(
+        "requestfailed",
+        lambda request: (
+            request.failure != "net::ERR_ABORTED"
+            and page.wrong.append(f"failed {request.url}: {request.failure}")
+        ),
+    )
+    page.on(
+        "response",
+        lambda answer: answer.status >= 400 and page.wrong.append(f"{answer.status} {answer.url}"),
+    )
+    page.on(
+        "console",
+        lambda said: said.type in ("error", "warning") and page.wrong.append(said.text),
+    )
+    page.on("pageerror", lambda error: page.wrong.append(str(error)))
+    yield page
+    page.close()
     server.shutdown()
 
 

@@ -2,7 +2,6 @@
 
 import json
 import re
-import shutil
 from pathlib import Path
 
 import nbformat
@@ -10,15 +9,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 WEB = ROOT / "tools/web"
-CHROMIUM = (
-    shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-)
-pytestmark = [
-    pytest.mark.browser,
-    pytest.mark.skipif(
-        CHROMIUM is None, reason="no Chromium on this machine (apt-get install chromium)"
-    ),
-]
+pytestmark = pytest.mark.browser
 PAGES = {
     "clip": "00_theory/03_objective",
     "chunks": "00_theory/05_dynamics",
@@ -45,18 +36,6 @@ def stored_html(kind: str) -> str:
 def stored_data(kind: str) -> dict:
     """Return the numbers that the page gives to the script."""
     return json.loads(re.search(r"<script[^>]*>(.*)</script>", stored_html(kind), re.DOTALL)[1])
-
-
-@pytest.fixture(scope="module")
-def browser():
-    """Start one browser for all tests."""
-    playwright = pytest.importorskip(
-        "playwright.sync_api", reason="playwright is not installed (extra dev)"
-    )
-    with playwright.sync_playwright() as started:
-        opened = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield opened
-        opened.close()
 
 
 @pytest.fixture

@@ -1,6 +1,5 @@
 """The style sheet of the site on pieces of pages as Sphinx and its theme write them."""
 
-import shutil
 import sys
 from pathlib import Path
 
@@ -10,13 +9,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tools"))
 import measure_site  # noqa: E402
 
-CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
-pytestmark = [
-    pytest.mark.browser,
-    pytest.mark.skipif(
-        CHROMIUM is None, reason="no Chromium on this machine (apt-get install chromium)"
-    ),
-]
+pytestmark = pytest.mark.browser
 # The rules of Sphinx 9 and pydata-sphinx-theme 0.20 that book.css overrides, and the theme's colours.
 THEME = """
 body { margin: 0; font: 16px monospace; background: var(--pst-color-background); color: var(--pst-color-text-base); }
@@ -43,18 +36,6 @@ INDEX = f"""<table class="indextable genindextable"><tr>{
 }</tr></table>"""
 KEYS = """<form class="bd-search"><span class="search-button__kbd-shortcut">Ctrl + K</span></form>
 <table class="indextable modindextable"><tr class="cap"><td></td><td><strong>c</strong></td></tr></table>"""
-
-
-@pytest.fixture(scope="module")
-def browser():
-    """A browser."""
-    playwright = pytest.importorskip(
-        "playwright.sync_api", reason="playwright is not installed (extra dev)"
-    )
-    with playwright.sync_playwright() as started:
-        opened = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield opened
-        opened.close()
 
 
 @pytest.fixture
