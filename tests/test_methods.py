@@ -13,6 +13,7 @@ from chunk_grpo import InputError
 from chunk_grpo.core import settings
 from chunk_grpo.core.imports import import_callable
 from chunk_grpo.models import trainable
+from chunk_grpo.theory.chunks import Chunks
 from chunk_grpo.theory.sampler import Sampler
 from chunk_grpo.training.chunk_sampling import sample_chunks
 from chunk_grpo.training.gradient import accumulate_gradients, compute_transition_stats
@@ -99,6 +100,25 @@ def gradient(context, work, advantage, method, old=None):
     context.policy.transformer.zero_grad()
     stats = accumulate_gradients(context, work, advantage, method, old)
     return torch.cat([p.grad.flatten() for p in context.policy.trained]), stats
+
+
+@pytest.mark.parametrize("chunks", ["2,4", "profile", "adaptive:2"])
+def test_an_override_of_chunks_gets_the_profile_whatever_the_setting_is(policy, tmp_path, chunks):
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from chunk_grpo.theory.chunks import Chunks\nfrom chunk_grpo.training.method import Method\n\n\n"
+        "class Mine(Method):\n"
+        "    def chunks(self, profile):\n"
+        "        first = 1 if profile[0] > profile[-1] else 2\n"
+        "        return Chunks((first, len(profile) - first))\n",
+        encoding="utf-8",
+    )
+    method = load_method(
+        settings.load_settings("pocket/tiny", [*SMALL, f"method={file}:Mine", f"chunks={chunks}"])
+    )
+    trajectories = context_of(policy, method).trajectories
+    profile = torch.linspace(2, 1, len(trajectories.sampler))
+    assert method.partition(trajectories, profile) == Chunks((1, 5))
 
 
 @pytest.mark.parametrize("name", FILES)

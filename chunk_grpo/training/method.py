@@ -196,15 +196,21 @@ class Method:
     ) -> (
         Chunks | list[Chunks]
     ):  # the same chunks for all images, or a list with those of each image
-        """Divide the trainable steps of an iteration's trajectories into chunks, separately for each image if adaptive."""
+        """Divide the trainable steps of an iteration's trajectories into chunks.
+
+        With adaptive chunks each image has its own, unless a subclass overrides `chunks`: it divides the steps of all images
+        by the profile.
+        """
         rule = self.settings.chunk_rule
         trainable_steps = self.trainable_steps(trajectories.sampler)
-        if rule.kind == "fixed" and self.chunker is None:
-            return self.chunks(torch.ones(len(trainable_steps)))
-        if not rule.min_size:
-            return self.chunks(profile[trainable_steps])
-        distance = trajectories.distance.cpu()[:, trainable_steps]
-        return chunk_search.adaptive_chunks(distance, rule.min_size)
+        # A subclass that overrides `chunks` replaces the rule of the setting, so it gets the profile whatever the rule is.
+        if type(self).chunks is Method.chunks:
+            if rule.kind == "fixed" and self.chunker is None:
+                return self.chunks(torch.ones(len(trainable_steps)))
+            if rule.min_size:
+                distance = trajectories.distance.cpu()[:, trainable_steps]
+                return chunk_search.adaptive_chunks(distance, rule.min_size)
+        return self.chunks(profile[trainable_steps])
 
     # Which chunks are trained, and with what weight?
 
