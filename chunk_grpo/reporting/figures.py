@@ -130,8 +130,9 @@ def shorten_name(
     longest: int = 44,  # names of up to this many characters stay as they are
 ) -> str:
     """Return the name, with its middle replaced by " ... " if it is longer than `longest`."""
-    half = longest // 2 - 2
-    return name if len(name) <= longest else f"{name[:half]} ... {name[-half:]}"
+    gap = " ... "
+    half = (longest - len(gap)) // 2
+    return name if len(name) <= longest else f"{name[:half]}{gap}{name[-half:]}"
 
 
 def figure_to_png(
