@@ -86,10 +86,11 @@ def wait_for(path, lines, child):
 
 
 def trainers(out):
-    """Processes that work on a trial of the study."""
-    found = [
-        p
+    """Processes that work on a trial of the study: programs, or forks of those that serve calls."""
+    found = {
+        p.pid: p
         for p in psutil.process_iter(["cmdline"])
         if "chunk_grpo.studies.study" in (p.info["cmdline"] or [])
-    ]
-    return [p for p in found if str(out) in p.info["cmdline"][-1]]
+        and str(out) in p.info["cmdline"][-1]
+    }
+    return [p for p in found.values() if "--serve" not in p.info["cmdline"] or p.ppid() in found]

@@ -1,6 +1,7 @@
 """Studies as processes: kills of every kind, failures, continuing from rows that were kept."""
 
 import json
+import shutil
 import signal
 from concurrent.futures import Future
 from types import SimpleNamespace
@@ -344,3 +345,52 @@ def test_what_a_kill_left_of_a_copy_is_no_trial(home, tmp_path):
     assert "finished: 1 trials" in run(
         "study", home, "--out", left.parent, "--arms", "steps", "--seeds", "0"
     )
+
+
+BASE_STUDY = """
+title: a small study
+question: are the images of the base the same in all trials?
+seeds: 1
+reference: steps
+arms: {steps: {chunks: steps}, crd: {method: crd, learning_rate: 1.0e-3}, cps: {method: cps}}
+evaluation: {eval_images: 2}
+"""
+
+
+def test_images_of_the_base_are_sampled_once(home, tmp_path):
+    """Trials that copy them have the rows and images that each has alone, and a change to the base is seen."""
+    folder = tmp_path / "plan"
+    shutil.copytree(home, folder)
+    (folder / "study.yaml").write_text(BASE_STUDY)
+    small_study.commit(folder)
+    together = tmp_path / "together" / "small"
+    run("study", folder, "--out", together, "--processes", "1")
+    base = together / "steps-0" / "evaluation" / "base"
+    for arm in ("crd", "cps"):
+        alone = tmp_path / arm / "small"
+        run("study", folder, "--out", alone, "--processes", "1", "--arms", arm)
+        assert rows(alone) == [row for row in rows(together) if row["arm"] == arm]
+        for file in sorted(base.iterdir()):
+            own = alone / f"{arm}-0" / "evaluation" / "base" / file.name
+            assert own.read_bytes() == file.read_bytes()
+            copied = together / f"{arm}-0" / "evaluation" / "base" / file.name
+            assert copied.read_bytes() == file.read_bytes()
+
+    # A marked image shows that they are copied.
+    marked = tmp_path / "marked" / "small"
+    run("study", folder, "--out", marked, "--processes", "1", "--arms", "steps")
+    name = "evaluation/base/00000.png"
+    (marked / "steps-0" / name).write_bytes(b"marked")
+    run("study", folder, "--out", marked, "--processes", "1", "--arms", "steps,cps")
+    assert (marked / "cps-0" / name).read_bytes() == b"marked"
+
+    trial = together / "cps-0"
+    evaluated = settings.load_settings(
+        json.loads((trial / "run.json").read_text())["settings"], {"eval_images": 2}
+    )
+    identity = study.base_identity(trial, evaluated, {})
+    assert study.find_run_with_same_base(trial, identity) == together / "crd-0"
+    for changed in ({"shift": 2.0}, {"eval_images": 3}, {"eval_seed": 8}, {"threads": 2}):
+        other = study.base_identity(trial, settings.load_settings(evaluated, changed), {})
+        assert study.find_run_with_same_base(trial, other) is None
+    assert study.find_run_with_same_base(trial, identity | {"code": {"my.py": "0"}}) is None

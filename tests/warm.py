@@ -138,14 +138,26 @@ class Forked:
         self.args, self.returncode = words, None
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
+        # The ends of pipes that the program has: it reads from the first and writes to the second.
+        pipes = {}
+        if stdin == subprocess.PIPE:
+            pipes[0], own = os.pipe()
+            self.stdin = open(own, "wb")
+        if stdout == subprocess.PIPE:
+            own, pipes[1] = os.pipe()
+            self.stdout = open(own, "rb")
         self.pid = os.fork()
         if self.pid:
+            for end in pipes.values():
+                os.close(end)
             return
         code = 1
         try:
             nothing = os.open(os.devnull, os.O_RDWR)
             for number, file in enumerate((stdin, stdout, stderr)):
-                if file is not None:
+                if number in pipes:
+                    os.dup2(pipes[number], number)
+                elif file is not None:
                     os.dup2(nothing if file == subprocess.DEVNULL else file.fileno(), number)
             concurrent.futures.thread._threads_queues.clear()  # the fork of a pool's thread has no pool to wait for
             if start_new_session:

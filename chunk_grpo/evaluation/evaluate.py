@@ -26,6 +26,7 @@ from ..models.inputs import check_guidance, read_prompts, read_run_prompts
 from ..runs import run_folder
 from .run_images import AS_TRAINED_ARMS
 from chunk_grpo.evaluation.parts import (
+    copy_base_parts,
     unfinished_evaluation_folder,
     sample_share,
     evaluation_parts,
@@ -451,10 +452,13 @@ def evaluate(
     # number of processes that sample; 0: as many as in training, at most one per GPU or core
     processes: int = 0,
     trust: bool = False,  # load and execute what a run from elsewhere names
+    # finished run whose evaluation has the same base images, which are copied; None: sample them
+    base_run: Path | None = None,
 ) -> dict:  # content of summary.json
     """Evaluate a finished run on all its held-out prompts, write the results, and return the summary.
 
-    Finished parts of a killed evaluation are not sampled again. Raises InputError, before anything is sampled, if the
+    Finished parts of a killed evaluation are not sampled again. Whether the base images of `base_run` are the same is not
+    checked. Raises InputError, before anything is sampled, if the
     settings, the arms or the run's files do not allow the evaluation.
     """
     run = Path(run)
@@ -487,6 +491,8 @@ def evaluate(
             summary["as_trained"]["guidance"] = list(training_guidance)
 
     with evaluation_lock(run):
+        if base_run:
+            copy_base_parts(base_run, parts, folder)
         # Sample the missing parts, in this process or in several.
         missing_count = len(parts) - len(read_parts(folder))
         process_count = min(processes or default_sampling_processes(run), missing_count)

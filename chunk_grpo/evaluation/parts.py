@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['score_prompt_images', 'evaluation_parts', 'sample_part', 'unfinished_evaluation_folder', 'evaluation_lock',
-           'read_parts', 'load_scorers', 'sample_share', 'progress_watcher', 'replace_evaluation']
+           'read_parts', 'load_scorers', 'sample_share', 'copy_base_parts', 'progress_watcher', 'replace_evaluation']
 
 # %% ../../nbs/10_evaluation/01_parts.ipynb #6de69a4d
 import contextlib
@@ -340,6 +340,42 @@ def sample_share(
             )
             append_json_line(file, {"part": part, "records": records})
             watch()
+
+# %% ../../nbs/10_evaluation/01_parts.ipynb #base-code
+def copy_base_parts(
+    other: Path,  # run folder with a finished evaluation that has the same base images
+    parts: Sequence[tuple[str, int, int]],  # all parts of the evaluation, see `evaluation_parts`
+    folder: Path,  # folder of the evaluation, see `unfinished_evaluation_folder`
+) -> None:
+    """Copy the images and records of the arm `base` from another run's evaluation, unless the folder has some already.
+
+    Raises InputError if the other evaluation does not have as many images of the base.
+    """
+    base_parts = [part for part in parts if part[0] == "base"]
+    if any(part[0] == "base" for part in read_parts(folder)):
+        return
+    file = file_of_run(other, "evaluation/scores.jsonl")
+    records = [record for record in read_json_lines(file) if record["arm"] == "base"]
+    expected = sum(high - low for _, low, high in base_parts)
+    if len(records) != expected:
+        raise InputError(
+            f"`base_run` must have {expected} images of the base; {other} has {len(records)}"
+        )
+    names = dict.fromkeys(
+        record[key] for record in records for key in ("file", "source") if key in record
+    )
+    for name in names:
+        destination = folder / name
+        make_folders(destination.parent)
+        if not destination.is_file():
+            with atomic_write(destination) as temporary:
+                shutil.copyfile(file_of_run(other, f"evaluation/{name}"), temporary)
+    for parent in {(folder / name).parent for name in names}:
+        sync_to_disk(parent)
+    part_file = folder / f"parts-{uuid.uuid4().hex}.jsonl"
+    for part in base_parts:
+        _, low, high = part
+        append_json_line(part_file, {"part": part, "records": records[low:high]})
 
 # %% ../../nbs/10_evaluation/01_parts.ipynb #08284b7c
 def progress_watcher(

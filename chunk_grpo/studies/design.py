@@ -623,7 +623,13 @@ def find_finished_row(
                 f"{format_value(row.get(name))}"
             )
 
-    candidates = [row for row in rows if outcome_key(row) == outcome_key(wanted)]
+    # Most rows have another seed, which is faster to compare than all settings.
+    seed = wanted["settings"]["seed"]
+    wanted_key = outcome_key(wanted)
+    candidates = []
+    for row in rows:
+        if row["settings"].get("seed", defaults["seed"]) == seed and outcome_key(row) == wanted_key:
+            candidates.append(row)
     # Hashing a model takes a while, so it is done only if a row could match.
     if not candidates:
         return None

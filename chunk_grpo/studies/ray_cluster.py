@@ -7,6 +7,7 @@ __all__ = ['check_ray_address', 'trial_resources', 'eligible_nodes', 'node_probl
 
 # %% ../../nbs/13_studies/02_ray_cluster.ipynb #3073cb36
 import contextlib
+import functools
 import logging
 import os
 import platform
@@ -100,12 +101,13 @@ def run_on_node(
     problem = node_problem(mark, version)
     if problem:
         return {"failed": problem}
-    environment = {"OMP_NUM_THREADS": str(trial.settings.threads or 1)}
+    environment = os.environ | {"OMP_NUM_THREADS": str(trial.settings.threads or 1)}
+    run_program = functools.partial(study.run_trial_program, environment=environment)
     # Relative paths in settings refer to the caller's working folder, if this node has it.
     has_folder = Path(working_folder).is_dir()
     with contextlib.chdir(working_folder) if has_folder else contextlib.nullcontext():
         try:
-            row, seconds = study.run_trial(trial, mark.parent, environment)
+            row, seconds = study.run_trial(trial, mark.parent, run_program)
         except (InputError, launch.TrainingFailed) as error:
             return {"failed": f"{error} (on {platform.node()})"}
     return {"row": row, "seconds": seconds}
