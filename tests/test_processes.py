@@ -26,6 +26,9 @@ paths = sample_groups(state).context.trajectories
 drawn = {"latents": paths.latents, "noise": initial_noise(state.policy, paths.keys)}
 torch.save({**drawn, "keys": [tuple(key) for key in paths.keys]},
            f"{sys.argv[2]}/{state.accelerator.num_processes}.{state.accelerator.process_index}.pt")
+# A process that leaves the group while another still uses it makes that one abort.
+state.accelerator.wait_for_everyone()
+state.accelerator.end_training()
 """
 
 
