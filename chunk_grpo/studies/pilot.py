@@ -294,7 +294,8 @@ def paired_power(
     noncentrality = abs(effect) * seeds**0.5
     critical = stats.t.ppf(1 - level / 2, freedom)
     above = stats.nct.sf(critical, freedom, noncentrality)
-    below = stats.nct.cdf(-critical, freedom, noncentrality)
+    # The lower tail, as the upper one of the mirrored distribution: scipy's cdf is nan for large effects.
+    below = stats.nct.sf(critical, freedom, -noncentrality)
     return float(above + below)
 
 
