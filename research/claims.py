@@ -27,8 +27,8 @@ STRUCTURE_REWARD = "pocket-geneval"  # the exact checker: 1 if an image shows wh
 VERDICTS = {
     "holds": "#009E73",
     "does not hold": "#D55E00",
-    "cannot tell": "#7F7F7F",
-    "open": "#B8B8B8",
+    "inconclusive": "#7F7F7F",
+    "not tested": "#B8B8B8",
 }
 
 
@@ -753,7 +753,7 @@ def _claim_row(
     """Return the row of one claim, see `claim_rows`."""
     row = {
         "claim": claim.text,
-        "verdict": "open",
+        "verdict": "not tested",
         "measured": "not measured yet",
         "smallest": smallest,
         "p": p,

@@ -118,7 +118,7 @@ def test_what_is_kept_answers_every_claim():
     )
     lines = claims.claim_rows(asked := claims.all_claims())
     assert all(
-        (line["verdict"] == "open") == bool(set(claim.studies) & planned)
+        (line["verdict"] == "not tested") == bool(set(claim.studies) & planned)
         for claim, line in zip(asked, lines, strict=True)
     )
 
@@ -180,7 +180,7 @@ def test_a_claim_follows_its_rows(kept):
             if line["claim"] == "Chunks beat steps"
         )
 
-    assert verdict()["verdict"] == "open"
+    assert verdict()["verdict"] == "not tested"
     said = {}
     for effect in (0.14, 0.11, 0.06):
         write(kept, "confirmation", {"2-3-4-7": effect}, only=("steps", "2-3-4-7"))
@@ -188,17 +188,17 @@ def test_a_claim_follows_its_rows(kept):
     assert (
         said[0.14] == "holds"
         and said[0.06] == "does not hold"
-        and said[0.11] in ("holds", "cannot tell")
+        and said[0.11] in ("holds", "inconclusive")
     )
     write(kept, "confirmation", seeds=1, only=("steps", "2-3-4-7"))
-    assert verdict()["verdict"] == "cannot tell" and "1 seed" in verdict()["measured"]
+    assert verdict()["verdict"] == "inconclusive" and "1 seed" in verdict()["measured"]
 
 
 def test_claims_of_every_study_are_measured_where_rows_are_whole(kept):
     for name in NAMES:
         write(kept, name)
     lines = claims.claim_rows(claims.all_claims())
-    assert not [line["claim"] for line in lines if line["verdict"] == "open"]
+    assert not [line["claim"] for line in lines if line["verdict"] == "not tested"]
     text = claims.claims_markdown(lines, "nbs/findings/")
     assert text.count("\n") == len(lines) + 1 and "](nbs/findings/chunk-setting.ipynb) |" in text
 

@@ -225,7 +225,7 @@ def test_every_row_by_other_code():
         holm[i] = running
     for i, line in enumerate(ours):
         if theirs[i] is None:
-            assert line["verdict"] == "open" and line["interval"] is None
+            assert line["verdict"] == "not tested" and line["interval"] is None
             continue
         (mean, error, freedom), direction, bound, smallest = theirs[i]
         half = error * (1.96 if freedom == math.inf else stats.t.ppf(0.975, freedom))
@@ -244,7 +244,7 @@ def test_every_row_by_other_code():
                 if lo > smallest or hi < -smallest
                 else "holds"
                 if -smallest < lo and hi < smallest and holm[i] < 0.05
-                else "cannot tell"
+                else "inconclusive"
             )
         else:
             word = (
@@ -252,7 +252,7 @@ def test_every_row_by_other_code():
                 if hi < smallest
                 else "holds"
                 if lo > 0 and holm[i] < 0.05
-                else "cannot tell"
+                else "inconclusive"
             )
         assert line["verdict"] == word, line["claim"]
 
@@ -306,7 +306,7 @@ def test_the_history_says_the_same_of_plans(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "effect, word", [(0.02, "holds"), (0.0, "does not hold"), (0.006, "cannot tell")]
+    "effect, word", [(0.02, "holds"), (0.0, "does not hold"), (0.006, "inconclusive")]
 )
 def test_a_verdict_follows_its_interval(effect, word):
     assert (
@@ -315,4 +315,4 @@ def test_a_verdict_follows_its_interval(effect, word):
     assert (
         claims.claim_verdict({"lo": -effect - 0.006, "hi": -effect + 0.006}, "below", 0.007) == word
     )
-    assert claims.claim_verdict({"lo": 0.014, "hi": 0.026}, "above", 0.007, 0.2) == "cannot tell"
+    assert claims.claim_verdict({"lo": 0.014, "hi": 0.026}, "above", 0.007, 0.2) == "inconclusive"

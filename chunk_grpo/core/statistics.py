@@ -249,7 +249,7 @@ def claim_verdict(
     direction: str,  # "above", "below" or "equal": how the effect compares with 0, by the claim
     smallest: float = 0.0,  # the smallest effect of interest, at least 0
     p: float = 0.0,  # p-value of the claim, after Holm's correction
-) -> str:  # "holds", "does not hold" or "cannot tell"
+) -> str:  # "holds", "does not hold" or "inconclusive"
     """Decide from an interval whether a claim about an effect holds.
 
     A claim "above" does not hold if hi < smallest, and otherwise holds if lo > 0; "below" is its mirror image. A claim
@@ -266,7 +266,7 @@ def claim_verdict(
             f"above 0; got {direction!r} with {smallest}"
         )
     if lo is None or hi is None or lo != lo or hi != hi:
-        return "cannot tell"
+        return "inconclusive"
     if is_equality:
         is_refuted = lo > smallest or hi < -smallest
         is_supported = -smallest < lo and hi < smallest
@@ -277,4 +277,4 @@ def claim_verdict(
         is_supported = lo > 0
     if is_refuted:
         return "does not hold"
-    return "holds" if p < 0.05 and is_supported else "cannot tell"
+    return "holds" if p < 0.05 and is_supported else "inconclusive"
