@@ -181,6 +181,9 @@ def main():
         "versions": machine.library_versions(),
         "git_commit": machine.current_git_commit(),
     }
+    if not hasattr(os, "sched_setaffinity"):
+        print("costs are measured on Linux, which can bind a process to a core", file=sys.stderr)
+        sys.exit(2)
     cores = sorted(os.sched_getaffinity(0))
     running = {}
     codes = []

@@ -34,7 +34,7 @@ def method_of(name: str, **more):
 def test_an_early_window_reaches_the_last_transition_of_the_first_half(steps, width):
     window = Window("early", width)
     half = steps // 2
-    firsts = {window.places(steps - 1, i)[0] for i in range(300)}
+    firsts = {window.transition_indices(steps - 1, i)[0] for i in range(300)}
     assert firsts == set(range(max(half - width, 0) + 1))
     assert max(firsts) + width == max(half, width)
 

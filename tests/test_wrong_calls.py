@@ -57,7 +57,12 @@ GOOD = {  # arguments that are right by themselves
     "load_policy": {"model": "pocket", "resolution": 64},
     "write_prompts": {"prompts": ["a ring"], "path": "/proc/no/prompts.jsonl"},
     "load_placed_reward": {"name": "pocket-clip"},
-    "sample_images": {"policy": Nobody(), "prompts": ["a ring"], "places": [(0, 0)], "seed": 0},
+    "sample_images": {
+        "policy": Nobody(),
+        "prompts": ["a ring"],
+        "image_indices": [(0, 0)],
+        "seed": 0,
+    },
     "train": {"settings": "pocket/tiny", "out": "/proc/no/run"},
     "evaluate": {"run": RUN},
     "read_metrics": {"run": RUN},
@@ -197,7 +202,7 @@ WRONG = {
     "sample_images": {
         "policy": (None, 5, "pocket", Nobody()),
         "prompts": (*LISTS_OF_TEXTS, {0: 1}, {"a": "b"}),
-        "places": (
+        "image_indices": (
             None,
             5,
             "00",

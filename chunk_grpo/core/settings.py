@@ -1510,7 +1510,7 @@ class Settings(_RewardSettings, _OptimizerSettings, _ChunkSettings, _SamplingSet
         window = Window.parse(self.window)
         if self.merge.startswith(("window", "entropy")):
             return 1
-        return len(window.places(self.steps - 1, 0))
+        return len(window.transition_indices(self.steps - 1, 0))
 
     @property
     def chunk_rule(self) -> "ChunkRule":

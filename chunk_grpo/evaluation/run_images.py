@@ -232,7 +232,7 @@ def sample_arm_images(
     return sample_images(
         policy=model,
         prompts=prompts,
-        places=image_indices,
+        image_indices=image_indices,
         seed=settings.eval_seed,
         steps=settings.eval_steps,
         split=split,

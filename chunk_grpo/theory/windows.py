@@ -51,7 +51,7 @@ class Window:
             )
         return cls(kind, *map(int, numbers))
 
-    def places(
+    def transition_indices(
         self,
         transitions: int,  # number n of transitions that may have noise
         iteration: int,  # 0, 1, ...
@@ -123,7 +123,7 @@ class Window:
         the window is wider than `transitions`.
         """
         strengths = torch.zeros(transitions + 1, dtype=torch.float64)
-        strengths[list(self.places(transitions, iteration, seed))] = eta
+        strengths[list(self.transition_indices(transitions, iteration, seed))] = eta
         return strengths
 
 # %% ../../nbs/00_theory/08_windows.ipynb #0af1ae8c

@@ -669,7 +669,7 @@ def mean_iteration_counts(method: "Method") -> IterationCounts:
     total = method.settings.iterations
     if type(method).sampler is Method.sampler:  # iterations with the same window cost the same
         windows = [
-            method.window.places(len(method.sigmas) - 2, i, method.settings.seed)
+            method.window.transition_indices(len(method.sigmas) - 2, i, method.settings.seed)
             for i in range(total)
         ]
         shares = {windows.index(window): n / total for window, n in Counter(windows).items()}
@@ -736,7 +736,9 @@ def iterations_to_check(method: "Method") -> list[int]:
         return list(iterations)
     first_with_window: dict[range, int] = {}
     for iteration in iterations:
-        window = method.window.places(len(method.sigmas) - 2, iteration, method.settings.seed)
+        window = method.window.transition_indices(
+            len(method.sigmas) - 2, iteration, method.settings.seed
+        )
         first_with_window.setdefault(window, iteration)
     return list(first_with_window.values())
 

@@ -265,7 +265,7 @@ def evaluate_held_out(
         images[arm] = sample_images(
             policy=policy,
             prompts=state.held_out,
-            places=sampled,
+            image_indices=sampled,
             seed=settings.eval_seed,
             steps=settings.eval_steps,
             split=split,

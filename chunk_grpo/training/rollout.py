@@ -656,16 +656,16 @@ def sample_ode(
 def _sample_images_error(
     arguments: Mapping[str, Any],  # of `sample_images`, keyed by parameter name
 ) -> str | None:  # the error message; None: no error
-    """Return an error message if `places` is empty, an image has no prompt, or `split` exceeds the number of steps."""
+    """Return an error message if `image_indices` is empty, an image has no prompt, or `split` exceeds the number of steps."""
     prompts = arguments["prompts"]
-    places = arguments["places"]
+    image_indices = arguments["image_indices"]
     split = arguments.get("split")
     steps = arguments.get("steps", 50)
     positions = prompts.keys() if isinstance(prompts, Mapping) else range(len(prompts))
-    if not len(places):
-        return "`places` of sample_images must name at least one image; got []"
-    for position in [position for position, _ in places if position not in positions]:
-        return f"`places` of sample_images must be positions in the list of {len(prompts)} prompts; got {position}"
+    if not len(image_indices):
+        return "`image_indices` of sample_images must name at least one image; got []"
+    for position in [position for position, _ in image_indices if position not in positions]:
+        return f"`image_indices` of sample_images must be positions in the list of {len(prompts)} prompts; got {position}"
     if split is not None and split > steps:
         return f"`split` of sample_images must be at most the {steps} steps; got {split}"
     return None
@@ -673,7 +673,7 @@ def _sample_images_error(
 
 @checked(
     _sample_images_error,
-    places=Sequence[tuple[int_at_least(0), int_at_least(0)]],
+    image_indices=Sequence[tuple[int_at_least(0), int_at_least(0)]],
     seed=int_at_least(0),
     steps=int_at_least(1),
     split=int_at_least(0) | None,
@@ -681,8 +681,10 @@ def _sample_images_error(
 )
 def sample_images(
     policy: Policy,
-    prompts: Sequence[str] | Mapping[int, str],  # the whole list, or at least those at `places`
-    places: list[tuple[int, int]],  # the images to sample: (prompt's position, image's number) each
+    prompts: Sequence[str]
+    | Mapping[int, str],  # the whole list, or at least those in `image_indices`
+    # of each image to sample: (position of its prompt in the list, index among its prompt's images)
+    image_indices: list[tuple[int, int]],
     seed: int,  # of the noise, such as the setting `eval_seed`
     steps: int = 50,  # Euler steps of the ODE
     split: int | None = None,  # step from which on the base's weights are used; None: never
@@ -697,11 +699,11 @@ def sample_images(
     None. Raises InputError if an image has no prompt, or if `split` does not fit the steps or the sampler.
     """
     # No training iteration has the number -1, so these keys differ from all keys of training.
-    keys = [ImageKey(seed, -1, *place) for place in places]
+    keys = [ImageKey(seed, -1, *index) for index in image_indices]
 
     # Encode each prompt once.
-    prompt_positions = sorted({position for position, _ in places})
-    prompt_index = torch.tensor([prompt_positions.index(position) for position, _ in places])
+    prompt_positions = sorted({position for position, _ in image_indices})
+    prompt_index = torch.tensor([prompt_positions.index(position) for position, _ in image_indices])
     encoded = policy.encode([prompts[position] for position in prompt_positions])
     prompt_embeds = {k: v[prompt_index] for k, v in encoded.items()}
 
