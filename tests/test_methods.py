@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from commands import call, run
+from small_runs import alike, metrics, trained
 from transitions import batch_of
 
 from chunk_grpo import InputError
@@ -139,6 +140,48 @@ def test_it_trains_and_goes_on_bit_for_bit(name, tmp_path):
             file.read_bytes()
             == (tmp_path / "cut/final" / file.relative_to(tmp_path / "whole/final")).read_bytes()
         )
+
+
+RANDOM = """
+import torch
+
+from chunk_grpo.training.method import Method
+
+
+class Random(Method):
+    "Advantages that do not depend on the images."
+
+    def advantages(self, scores, weights):
+        shape = next(iter(scores.values())).shape
+        return torch.randn(shape, generator=self.generator())
+"""
+
+
+def test_random_numbers_of_a_method_are_those_of_the_iteration():
+    method = method_of("Guard")
+
+    def draw() -> list[float]:
+        return torch.rand(3, generator=method.generator()).tolist()
+
+    first = draw()
+    assert draw() == first
+    method.iteration = 1
+    assert draw() != first
+    other = method_of("Guard", seed=7)
+    assert torch.rand(3, generator=other.generator()).tolist() != first
+
+
+def test_a_method_draws_the_same_numbers_after_a_resume_and_in_two_processes(tmp_path):
+    (tmp_path / "mine.py").write_text(RANDOM)
+    mine = [*SMALL, f"method={tmp_path / 'mine.py'}:Random", "--no-report"]
+    run("train", "pocket/tiny", *mine, "--out", tmp_path / "whole")
+    run("train", "pocket/tiny", *mine, "iterations=1", "--out", tmp_path / "cut")
+    run("train", "pocket/tiny", *mine, "--out", tmp_path / "cut", "--resume")
+    run("train", "pocket/tiny", *mine, "--out", tmp_path / "pair", "--processes", "2")
+    assert trained(tmp_path / "cut") == trained(tmp_path / "whole")
+    alike(tmp_path / "pair", tmp_path / "whole")
+    norms = [line["grad_norm"] for line in metrics(tmp_path / "whole") if line.get("grad_norm")]
+    assert len(set(norms)) == len(norms) == 2
 
 
 @pytest.mark.parametrize("name", FILES)

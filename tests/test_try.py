@@ -1,12 +1,15 @@
 """`chunk-grpo try`: what it rejects, how it tunes, that it goes on where it stopped, and its two controls."""
 
 import json
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from commands import run
 from study_rows import write as write_rows
 
@@ -17,6 +20,9 @@ from chunk_grpo.core.validation import dump_yaml, read_yaml_file
 from chunk_grpo.models.inputs import check_and_hash_inputs
 from chunk_grpo.pocket import PROMPT_FILES, read_pocket_prompts
 from chunk_grpo.studies import analysis, design, pilot, try_method
+from chunk_grpo.training.method_loading import load_method
+
+ROOT = Path(__file__).resolve().parents[1]
 
 # A method that works, with an option of its own.
 CLIP_HIGHER = """
@@ -50,7 +56,8 @@ class RandomAdvantages(Method):
     "Advantages that do not depend on the images."
 
     def advantages(self, scores, weights):
-        return torch.randn(next(iter(scores.values())).shape)
+        shape = next(iter(scores.values())).shape
+        return torch.randn(shape, generator=self.generator())
 """
 # The second control: it looks at the prompts of the test, so it must be rejected.
 LEAK = """
@@ -194,7 +201,7 @@ def invent(monkeypatch):
         runs = InventedRuns(gain)
         monkeypatch.setattr(pilot, "run_study", runs)
         monkeypatch.setattr(try_method, "run_study", runs)
-        monkeypatch.setattr(try_method, "_train_one_iteration", lambda settings: None)
+        monkeypatch.setattr(try_method, "_train_one_iteration", lambda settings, code: None)
         return runs
 
     return replace
@@ -230,7 +237,7 @@ def best_in_the_middle(trial: design.Trial) -> float:
             RANDOM + "    tuning_grid = {'kl': [-1, 2, 3]}\n",
             "`kl=-1` is not: `kl` must be a number",
         ),
-        (LEAK, "must not refer to held-out prompts; line 9 of mine.py uses eval_prompts"),
+        (LEAK, "must not use held-out prompts; line 9 of mine.py uses eval_prompts"),
         (RANDOM + "    a = 'pocket:test192'\n", "names pocket:test192"),
         (RANDOM + "    a = 'test-prompts.txt'\n", "names test-prompts.txt"),
     ],
@@ -239,6 +246,39 @@ def test_a_file_that_is_no_method_or_knows_the_test_is_rejected(tmp_path, protoc
     with pytest.raises(InputError, match=words) as caught:
         try_method.try_method(write_method(tmp_path, text), out=tmp_path / "out", protocol=protocol)
     assert "\n" not in str(caught.value) and not (tmp_path / "out").exists()
+
+
+def test_the_files_of_the_recipe_do_what_it_says(tmp_path):
+    """Its method and its first control load, and its second control is found to read the test prompts."""
+    recipe = json.loads((ROOT / "nbs/14_cli/06_try_command.ipynb").read_text())
+    text = "\n".join("".join(cell["source"]) for cell in recipe["cells"])
+    codes = re.findall(r"```python\n(.+?)```", text, re.DOTALL)
+    names = [re.search(r"class (\w+)\(Method\)", code)[1] for code in codes]
+    assert names == ["HalfClip", "RandomAdvantages", "Leak"]
+    lists = try_method.held_out_lists("referee")
+    base = settings.read_settings_file(design.find_study_folder("referee") / "base.yaml")
+    for name, code in zip(names, codes, strict=True):
+        file = tmp_path / f"{name}.py"
+        file.write_text(code)
+        leaks = try_method.find_leaks([file], lists)
+        assert bool(leaks) == (name == "Leak")
+        method = load_method(settings.load_settings(base, {"method": f"{file}:{name}"}))
+        if name == "RandomAdvantages":
+            scores = {"pocket-clip": torch.zeros(8, 12)}
+            assert method.advantages(scores, {}).shape == (8, 12)
+        if name == "HalfClip":
+            values = {"statistic": torch.tensor([-1.0, 1.0]), "advantage": torch.ones(2)}
+            clip_range = method.settings.clip_range
+            found = method.objective(SimpleNamespace(**values))
+            assert found.tolist() == pytest.approx([math.exp(-1), 1 + clip_range])
+
+
+def test_a_method_that_fails_is_told_the_line_and_the_function(tmp_path, protocol):
+    text = CLIP_HIGHER.replace("terms.statistic.exp()", "terms.no_such.exp()")
+    with pytest.raises(InputError) as caught:
+        try_method.check_method(write_method(tmp_path, text), protocol=protocol)
+    said = str(caught.value)
+    assert "line 17 of mine.py, in objective: AttributeError" in said and "\n" not in said
 
 
 @pytest.mark.parametrize(
@@ -360,8 +400,8 @@ def test_quick_is_small_and_says_that_it_decides_nothing(tmp_path, protocol, inv
     mine = write_method(tmp_path, CLIP_HIGHER)
     page = try_method.try_method(mine, out=out, protocol=protocol, quick=True)
     assert len(runs.begun) == 2 * 3 + 2 * 4
-    assert "decides nothing" in try_method.summarise_try(out)[0]
-    assert "decides nothing" in page.read_text()
+    assert "too few for a conclusion" in try_method.summarise_try(out)[0]
+    assert "too few for a conclusion" in page.read_text()
 
 
 def test_kept_arms_of_the_same_budget_are_on_the_page_without_a_run(
@@ -474,7 +514,7 @@ def test_the_command_tries_a_method_and_goes_on(tmp_path, protocol, text):
     mine = write_method(tmp_path, text)
     words = ["try", mine, "--quick", "--protocol", protocol, "--out", tmp_path / "out"]
     said = run(*words, "--processes", 2, cwd=tmp_path)
-    assert "has rank" in said and "decides nothing" in said
+    assert "has rank" in said and "too few for a conclusion" in said
     page = (tmp_path / "out/page.md").read_text()
     assert "minus steps" in page and (tmp_path / "out/report.html").stat().st_size > 10_000
     again = run(*words, cwd=tmp_path)

@@ -47,7 +47,7 @@ def evaluate_with_progress(
     from chunk_grpo.evaluation import evaluate as evaluation  # here, since it imports diffusers
 
     command = shlex.join(["chunk-grpo", "evaluate", str(run), *overrides])
-    with exit_if_interrupted(lambda: f"finished images are kept, continue with: {command}"):
+    with exit_if_interrupted(lambda: f"finished images are kept; continue with: {command}"):
         return evaluation.evaluate(run, log, overrides, processes=processes, trust=trust)
 
 

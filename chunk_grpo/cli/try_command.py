@@ -34,7 +34,10 @@ def try_command(
     ],
     overrides: OverridesArgument = None,
     quick: Annotated[
-        bool, typer.Option("--quick", help="Few trials, in about ten minutes; decides nothing.")
+        bool,
+        typer.Option(
+            "--quick", help="Run few trials, in about ten minutes; too few for a conclusion."
+        ),
     ] = False,
     processes: Annotated[
         int | None,
@@ -54,7 +57,7 @@ def try_command(
         str,
         typer.Option(
             metavar="STUDY",
-            help="The study whose base, grid, seeds, prompts and reference are used, or its folder.",
+            help="Name or folder of the study that supplies base, grid, seeds, prompts and reference.",
         ),
     ] = "referee",
 ):
@@ -74,7 +77,7 @@ def try_command(
         command += ["--protocol", protocol]
     folder = (out or method_trials.default_folder(source, quick)).absolute()
     with exit_if_interrupted(
-        lambda: f"finished trials are kept, continue with: {shlex.join(command)}"
+        lambda: f"finished trials are kept; continue with: {shlex.join(command)}"
     ):
         page = method_trials.try_method(
             source,

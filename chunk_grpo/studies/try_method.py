@@ -410,16 +410,33 @@ class CheckedMethod:
         return self.path.rpartition(":")[2].lstrip("_")
 
 
-def _train_one_iteration(settings: Settings) -> None:
+def _failed_line(
+    log: str,  # the log of a run that failed
+    code: Iterable[Path],  # code files of the method
+) -> str:  # such as "line 13 of my_method.py, in advantages: ", or empty
+    """Find the last line of the method's code in the traceback that a log ends with."""
+    names = {str(file): file.name for file in code}
+    found = ""
+    for file, line, function in re.findall(r'File "(.+)", line (\d+), in (\S+)', log):
+        if file in names:
+            found = f"line {line} of {names[file]}, in {function}: "
+    return found
+
+
+def _train_one_iteration(
+    settings: Settings,
+    code: Iterable[Path],  # code files of the method
+) -> None:
     """Train for one iteration in a temporary folder; raise InputError if that fails or gives no finite gradient."""
     with tempfile.TemporaryDirectory(prefix="chunk-grpo-try-") as folder:
         run = Path(folder) / "run"
         try:
             launch.train(settings, run)
         except TrainingFailed:
-            reason = run_folder.read_run_info(run)["error"]
+            log = (run / "train.log").read_text(encoding="utf-8", errors="replace")
+            reason = _failed_line(log, code) + run_folder.read_run_info(run)["error"]
             raise InputError(
-                f"`method` must complete a run of one iteration; {settings.method} stopped: {reason}"
+                f"`method` must complete a run of one iteration; this one failed: {reason}"
             ) from None
         line = run_folder.read_metrics_lines(run)[-1]
         norm = line.get("grad_norm")
@@ -445,7 +462,7 @@ def check_method(
     def reject(leaks: Sequence[str]) -> None:
         """Raise InputError if there is a leak of held-out prompts."""
         if leaks:
-            raise InputError(f"the method must not refer to held-out prompts; {leaks[0]}")
+            raise InputError(f"the method must not use held-out prompts; {leaks[0]}")
 
     reject(find_leaks(code, lists))
     with watch_opens(lists, code) as opened:
@@ -466,7 +483,7 @@ def check_method(
                     ) from None
         prompts = min(2, setting.load_settings(base).prompts_per_iteration)
         small = {"iterations": 1, "prompts_per_iteration": prompts, "checkpoint_every": 1}
-        _train_one_iteration(setting.load_settings(base, changes | small))
+        _train_one_iteration(setting.load_settings(base, changes | small), code)
     reject(opened)
     return CheckedMethod(
         path=method,
@@ -709,7 +726,7 @@ def summary_lines(
     lines = []
     if quick:
         lines.append(
-            f"QUICK: {study.seeds} seeds and a small grid. This decides nothing; run it without --quick."
+            f"QUICK: {study.seeds} seeds and a small grid are too few for a conclusion; run it without --quick."
         )
     lines.append(
         f"{own_arm} has rank {rank} of {len(ranks)} by its mean gain in {study.outcome}, the base included."
@@ -929,8 +946,9 @@ def try_method(
         "protocol": str(protocol),
     }
     if _is_new_try(out, options):
-        log("checking the method in a run of one iteration")
+        log("checking the method in a run of one iteration, which takes about half a minute")
         checked = check_method(source, overrides, protocol)
+        log("the method has passed the check")
         with atomic_write(out) as temporary:
             temporary.mkdir()
             _write_plans(temporary, checked, protocol, quick)
@@ -943,12 +961,12 @@ def try_method(
         trials = len(tuning_arms(tuning)) * tuning.tune_seeds
         more = ", and more if a best value is at the end of its grid" if tuning.tune_growth else ""
         log(
-            f"step 1 of 2, tuning: {', '.join(tuning.arms)}, {trials} trials on {tuning.tune_prompts}{more}"
+            f"step 1 of 2: tune {', '.join(tuning.arms)} in {trials} trials on the prompts {tuning.tune_prompts}{more}"
         )
         _tune_arms(out, processes, finished_rows, _hide_gains(log))
     log(
-        f"step 2 of 2, testing: {', '.join(study.arms)} with {study.seeds} seeds each; rows that exist are not "
-        "computed again"
+        f"step 2 of 2: test {', '.join(study.arms)} with {study.seeds} seeds each; finished trials are not "
+        "repeated"
     )
     rows = run_study(
         plan,

@@ -8,6 +8,7 @@ __all__ = ['Method', 'make_options', 'group_shares_state', 'list_completions', '
 
 # %% ../../nbs/07_training/05_method.ipynb #ae000005
 import difflib
+import hashlib
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -72,6 +73,8 @@ class Method:
     required_settings: Mapping[str, object] = {}
     # reason for these requirements, a verb phrase for the error message, such as "trains levels of final images"
     requirement_reason = ""
+    # iteration that is being trained, 0, 1, ...; set by the trainer
+    iteration = 0
 
     def __init__(self, settings: Settings):
         """Create the options, noise levels, window, sharing, chunker and surrogate that the settings name."""
@@ -106,6 +109,14 @@ class Method:
                 **self.reference_decays,
                 "reference": lambda iteration: float((iteration + 1) % settings.anchor_every > 0),
             }
+
+    def generator(self) -> torch.Generator:
+        """Return a generator of random numbers that depends only on the seed of the run and on the iteration.
+
+        A method that draws from it gets the same numbers in every process, and also after a run was resumed.
+        """
+        digest = hashlib.sha256(f"{self.settings.seed}/{self.iteration}/method".encode()).digest()
+        return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
 
     @property
     def is_proportional(self) -> bool:

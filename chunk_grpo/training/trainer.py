@@ -43,6 +43,7 @@ def train_iteration(state: TrainingState) -> dict:  # the iteration's metrics
     start = time.perf_counter()
     cpu_start = time.process_time()
 
+    state.method.iteration = state.iteration
     # No weight changes while groups are sampled and scored, so a signal may end the run here.
     with interruptible(state):
         rollout = sample_groups(state)
