@@ -115,8 +115,8 @@ def _draw_gains(
     """Draw an arm as a marker with its interval, and an arrow from steps to chunks in each family."""
     # Markers of arms that cost the same would cover each other, so they are drawn side by side.
     spacing = 0.012 * max(np.ptp(table[cost]), 1e-9)
-    place = table.groupby(table[cost].round(1)).cumcount() * spacing
-    table = table.assign(**{cost: table[cost] + place})
+    offset = table.groupby(table[cost].round(1)).cumcount() * spacing
+    table = table.assign(**{cost: table[cost] + offset})
     for arm, found in table.iterrows():
         colour = _COLOURS[family_of(arm)]
         axis.errorbar(

@@ -142,21 +142,6 @@ def test_it_trains_and_goes_on_bit_for_bit(name, tmp_path):
         )
 
 
-RANDOM = """
-import torch
-
-from chunk_grpo.training.method import Method
-
-
-class Random(Method):
-    "Advantages that do not depend on the images."
-
-    def advantages(self, scores, weights):
-        shape = next(iter(scores.values())).shape
-        return torch.randn(shape, generator=self.generator())
-"""
-
-
 def test_random_numbers_of_a_method_are_those_of_the_iteration():
     method = method_of("Guard")
 
@@ -172,8 +157,8 @@ def test_random_numbers_of_a_method_are_those_of_the_iteration():
 
 
 def test_a_method_draws_the_same_numbers_after_a_resume_and_in_two_processes(tmp_path):
-    (tmp_path / "mine.py").write_text(RANDOM)
-    mine = [*SMALL, f"method={tmp_path / 'mine.py'}:Random", "--no-report"]
+    file = FOLDER / "random_advantages.py"
+    mine = [*SMALL, f"method={file}:RandomAdvantages", "--no-report"]
     run("train", "pocket/tiny", *mine, "--out", tmp_path / "whole")
     run("train", "pocket/tiny", *mine, "iterations=1", "--out", tmp_path / "cut")
     run("train", "pocket/tiny", *mine, "--out", tmp_path / "cut", "--resume")

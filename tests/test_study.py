@@ -347,6 +347,16 @@ def test_what_a_kill_left_of_a_copy_is_no_trial(home, tmp_path):
     )
 
 
+def test_a_table_of_tuned_settings_has_a_column_for_the_settings_of_every_arm():
+    """Arms tune different settings: the referee's `steps` a clip range, its `crd` a number of updates."""
+    table = pilot.tuning_table("referee")
+    assert [line["arm"] for line in table] == list(design.load_study("referee").arms)
+    assert len({tuple(line) for line in table}) == 1
+    lines = {line["arm"]: line for line in table}
+    assert lines["steps"]["clip_range"] and not lines["steps"]["updates_per_iteration"]
+    assert lines["crd"]["updates_per_iteration"] and not lines["crd"]["clip_range"]
+
+
 BASE_STUDY = """
 title: a small study
 question: are the images of the base the same in all trials?

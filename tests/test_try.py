@@ -46,19 +46,7 @@ class ClipHigher(Method):
         return torch.minimum(ratio * terms.advantage, clipped * terms.advantage)
 """
 # The first control: it learns nothing, so it must not differ from the base.
-RANDOM = """
-import torch
-
-from chunk_grpo.training.method import Method
-
-
-class RandomAdvantages(Method):
-    "Advantages that do not depend on the images."
-
-    def advantages(self, scores, weights):
-        shape = next(iter(scores.values())).shape
-        return torch.randn(shape, generator=self.generator())
-"""
+RANDOM = (ROOT / "tests/methods/random_advantages.py").read_text()
 # The second control: it looks at the prompts of the test, so it must be rejected.
 LEAK = """
 from chunk_grpo.training.method import Method
@@ -255,6 +243,7 @@ def test_the_files_of_the_recipe_do_what_it_says(tmp_path):
     codes = re.findall(r"```python\n(.+?)```", text, re.DOTALL)
     names = [re.search(r"class (\w+)\(Method\)", code)[1] for code in codes]
     assert names == ["HalfClip", "RandomAdvantages", "Leak"]
+    assert codes[1].strip() == RANDOM.strip()
     lists = try_method.held_out_lists("referee")
     base = settings.read_settings_file(design.find_study_folder("referee") / "base.yaml")
     for name, code in zip(names, codes, strict=True):
@@ -321,7 +310,7 @@ def test_a_hidden_leak_is_caught_when_it_opens_the_list(tmp_path, protocol):
 
 
 def test_a_hook_that_fails_while_training_is_one_sentence(tmp_path, protocol):
-    text = RANDOM.replace("torch.randn(next(iter(scores.values())).shape)", "torch.ones(3)")
+    text = RANDOM.replace("torch.randn(shape, generator=self.generator())", "torch.ones(3)")
     with pytest.raises(InputError, match="`advantages` of .* must return finite") as caught:
         try_method.check_method(write_method(tmp_path, text), (), protocol)
     assert "\n" not in str(caught.value)

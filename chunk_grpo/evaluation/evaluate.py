@@ -457,9 +457,9 @@ def evaluate(
 ) -> dict:  # content of summary.json
     """Evaluate a finished run on all its held-out prompts, write the results, and return the summary.
 
-    Finished parts of a killed evaluation are not sampled again. Whether the base images of `base_run` are the same is not
-    checked. Raises InputError, before anything is sampled, if the
-    settings, the arms or the run's files do not allow the evaluation.
+    Finished parts of a killed evaluation are not sampled again. The function does not check whether the base images of
+    `base_run` are the same. Raises InputError, before anything is sampled, if the settings, the arms or the run's files do
+    not allow the evaluation.
     """
     run = Path(run)
     settings = evaluation_settings(run, changes)

@@ -189,7 +189,7 @@ def serve_calls(
                 os.close(answers)
                 try:
                     return program(json.loads(line))
-                except Exception:
+                except Exception:  # as at the end of a program: the caller reads the last line
                     traceback.print_exc()
                     return 1
             _, status = os.waitpid(child, 0)

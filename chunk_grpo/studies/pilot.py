@@ -261,15 +261,19 @@ def tuning_table(
 ) -> list[dict]:
     """Return a table of the best settings as one row of texts per arm; the list is empty if nothing was tuned.
 
-    The columns are arm, the tuned settings, gain, "other points" (the range of their gains) and "at the edge" (the
-    settings whose best value lies at the edge of the grid).
+    The columns are arm, the tuned settings of all arms (empty if an arm does not tune a setting), gain, "other points" (the
+    range of their gains) and "at the edge" (the settings whose best value lies at the edge of the grid).
     """
     study = load_study(source)
+    tuned = read_tuned(find_study_folder(source))
+    # Arms may tune different settings; every row has a column for each of them.
+    names = dict.fromkeys(name for best in tuned.values() for name in best["settings"])
     rows = []
-    for arm, best in read_tuned(find_study_folder(source)).items():
+    for arm, best in tuned.items():
         other_gains = [point["gain"] for point in best["points"] if point["gain"] != best["gain"]]
         row = {"arm": arm}
-        for name, value in best["settings"].items():
+        for name in names:
+            value = best["settings"].get(name, "")
             row[name] = f"{value:g}" if isinstance(value, float) else str(value)
         row["gain"] = f"{best['gain']:+.3f}"
         row["other points"] = (
