@@ -680,9 +680,9 @@ def _sample_images_error(
     batch=int_at_least(1),
 )
 def sample_images(
-    policy: Policy,
-    prompts: Sequence[str]
-    | Mapping[int, str],  # the whole list, or at least those in `image_indices`
+    policy: Policy,  # model whose images to sample, with its LoRA if it has one
+    # the whole list of prompts, or at least those in `image_indices`, by their positions in the list
+    prompts: Sequence[str] | Mapping[int, str],
     # of each image to sample: (position of its prompt in the list, index among its prompt's images)
     image_indices: list[tuple[int, int]],
     seed: int,  # of the noise, such as the setting `eval_seed`
