@@ -2381,6 +2381,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                          'chunk_grpo/studies/pilot.py'),
                                           'chunk_grpo.studies.pilot._matching_points': ( '13_studies/pilot.html#_matching_points',
                                                                                          'chunk_grpo/studies/pilot.py'),
+                                          'chunk_grpo.studies.pilot._nearby_points': ( '13_studies/pilot.html#_nearby_points',
+                                                                                       'chunk_grpo/studies/pilot.py'),
                                           'chunk_grpo.studies.pilot.allowed_points': ( '13_studies/pilot.html#allowed_points',
                                                                                        'chunk_grpo/studies/pilot.py'),
                                           'chunk_grpo.studies.pilot.choose_settings': ( '13_studies/pilot.html#choose_settings',

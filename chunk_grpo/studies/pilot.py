@@ -202,18 +202,52 @@ def allowed_points(
     home: Path,  # the study's folder
     study: Study,
     points: Mapping[str, Sequence[dict]],  # points to check, keyed by arm
+    choices: Mapping[str, Mapping] = {},  # best point of each arm, from `choose_settings`
+    log: Callable[
+        [str], None
+    ] = print,  # receives a line for each point that is replaced or dropped
 ) -> dict[str, list[dict]]:  # valid points, keyed by arm; only arms that have any
-    """Drop the points whose settings are invalid."""
+    """Replace or drop the points whose settings are invalid.
+
+    A whole number that is not allowed is replaced by the nearest allowed one that lies on the same side of all numbers
+    the arm tried and is at most twice as large. For this the arm must be in `choices`.
+    """
     base = setting.read_settings_file(home / "base.yaml")
     allowed: dict[str, list[dict]] = {}
     for arm, candidates in points.items():
         for point in candidates:
-            try:
-                setting.load_settings(base, study.arms[arm] | point, home)
-            except InputError:
-                continue
-            allowed.setdefault(arm, []).append(point)
+            alternatives = [point]
+            if arm in choices:
+                alternatives += _nearby_points(point, choices[arm])
+            reason = ""
+            for alternative in alternatives:
+                try:
+                    setting.load_settings(base, study.arms[arm] | alternative, home)
+                except InputError as error:
+                    reason = reason or str(error)
+                    continue
+                if alternative is not point:
+                    log(f"{arm} cannot try {point}, and tries {alternative}: {reason}")
+                allowed.setdefault(arm, []).append(alternative)
+                break
+            else:
+                log(f"{arm} cannot try {point}: {reason}")
     return allowed
+
+
+def _nearby_points(point: Mapping, best: Mapping) -> list[dict]:
+    """Return points that have another whole number beyond those tried, the nearest first."""
+    changed = next(name for name, value in point.items() if value != best["settings"][name])
+    value = point[changed]
+    if not isinstance(value, int) or isinstance(value, bool):
+        return []
+    tried = [other[changed] for other in best["points"]]
+    if value > max(tried):
+        numbers = range(max(tried) + 1, 2 * value + 1)
+    else:
+        numbers = range(1, min(tried))
+    nearest = sorted((x for x in numbers if x != value), key=lambda x: (abs(x - value), x))
+    return [{**point, changed: x} for x in nearest]
 
 # %% ../../nbs/13_studies/05_pilot.ipynb #4075a046
 def tune_study(
@@ -241,7 +275,7 @@ def tune_study(
         )
         best_points = choose_settings(study, rows, added_points)
         further = next_points(study, best_points) if i < study.tune_growth else {}
-        further = allowed_points(home, study, further)
+        further = allowed_points(home, study, further, best_points, log)
         if not further:
             break
         for arm, points in further.items():
