@@ -97,7 +97,7 @@ def root_callback(
 ):
     """Reinforcement learning of flow-matching image models with chunks."""
     # These commands only print; the others write files, which matter more than their output.
-    only_prints = ctx.invoked_subcommand in ("plan", "doctor", "presets", "methods")
+    only_prints = ctx.invoked_subcommand in ("plan", "doctor", "presets", "methods", "agreement")
     byte_class = io.FileIO if only_prints else BestEffortFile
     stdout = rewrap_stream(sys.stdout, byte_class)
     ctx.with_resource(contextlib.redirect_stdout(stdout))
