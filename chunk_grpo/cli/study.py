@@ -179,7 +179,7 @@ def agreement(
     ] = "pocket-geneval",
     as_json: JsonOption = False,
 ):
-    """Compare an order of methods with ours and with those in papers."""
+    """Compare an order of methods with ours and the papers."""
     if missing := [file for file in (table, *(rows or [])) if not file.is_file()]:
         raise InputError(f"`TABLE` and `--rows` must be files that exist; got {str(missing[0])!r}")
     from chunk_grpo.studies import agreement as orders  # here, since it imports torch
