@@ -31,7 +31,17 @@ FAMILIES = {
     "ELBO": ("elbo", "elbo-chunk", "elbo-ratio", "elbo-random", "elbo-long"),
     "NFT": ("nft",),
 }
-_COLOURS = dict(zip(FAMILIES, ("#0072B2", "#117733", "#D55E00", "#882255", "#7F7F7F"), strict=True))
+
+# More published methods, which the study referee-field adds to the first world.
+FIELD = "referee-field"
+OTHERS = "other published methods"
+_COLOURS = dict(
+    zip(
+        (*FAMILIES, OTHERS),
+        ("#0072B2", "#117733", "#D55E00", "#882255", "#E69F00", "#7F7F7F"),
+        strict=True,
+    )
+)
 _MARKERS = {
     "steps or levels": "o",
     "chunks": "s",
@@ -41,13 +51,13 @@ _MARKERS = {
 
 
 def family_of(
-    arm: str,  # arm of the referee
+    arm: str,  # arm of the referee or of its field
 ) -> str:
-    """Return the family of an arm; raise KeyError if it has none."""
+    """Return the family of an arm; arms that only the field has belong to `OTHERS`."""
     for family, arms in FAMILIES.items():
         if arm in arms:
             return family
-    raise KeyError(arm)
+    return OTHERS
 
 
 def role_of(
@@ -99,6 +109,20 @@ def gains_and_costs(
     table["forwards"] = measured.images * pd.Series(forwards) / 1000
     table["seconds"] = measured.cpu_seconds
     return table[columns]
+
+
+def gains_of_first_world(
+    reward: str = "",  # name of a reward that was evaluated; empty: the outcome of the study
+) -> pd.DataFrame:
+    """Return `gains_and_costs` of the referee, with the arms that only its field has, and a column `family`.
+
+    Arms that both studies have keep the numbers of the referee, which has more seeds.
+    """
+    table = gains_and_costs("referee", reward)
+    field = gains_and_costs(FIELD, reward)
+    field = field[~field.index.isin(table.index)]
+    table = pd.concat([part for part in (table, field) if len(part)] or [table])
+    return table.assign(family=[family_of(arm) for arm in table.index])
 
 
 def worlds_with_rows() -> list[str]:
@@ -165,6 +189,43 @@ def plot_gains_by_cost(
         axis.set_xlabel(
             {"forwards": "forward passes, thousands", "seconds": "CPU seconds of a training"}[cost]
         )
+    figure.legend(handles=_legend_handles(), loc="outside lower center", ncols=5, fontsize=8)
+    return figure
+
+
+@with_house_style
+def plot_matrix(
+    reward: str = "",  # name of a reward; empty: the outcome of the referee
+) -> Figure:
+    """Draw the gains of all methods on the first world: sorted with their names, and against two costs.
+
+    In the two smaller panels an arrow leads from the version with steps to the version with chunks in each family.
+    """
+    table = gains_of_first_world(reward).sort_values("mean")
+    outcome = reward or load_study("referee").outcome
+    figure = Figure(figsize=(10.5, 1.2 + 0.25 * len(table)), layout="constrained")
+    panels = figure.subplot_mosaic(
+        [["names", "forwards"], ["names", "seconds"]], width_ratios=(1.1, 1)
+    )
+    names = panels["names"]
+    for i, (arm, found) in enumerate(table.iterrows()):
+        names.errorbar(
+            found["mean"],
+            i,
+            xerr=np.nan_to_num(found.hi - found["mean"]),
+            fmt=_MARKERS[role_of(arm)],
+            color=_COLOURS[found.family],
+            markersize=6,
+            linewidth=1,
+        )
+    labels = [f"{arm} ({int(n)} seeds)" for arm, n in table.n.items()]
+    names.set_yticks(range(len(table)), labels, fontsize=8)
+    names.set_xlabel(f"gain in {outcome}, with its 95% interval over seeds")
+    costs = {"forwards": "forward passes, thousands", "seconds": "CPU seconds of a training"}
+    for cost, label in costs.items():
+        _draw_gains(panels[cost], table, cost)
+        panels[cost].set_xlabel(label)
+        panels[cost].set_ylabel("gain")
     figure.legend(handles=_legend_handles(), loc="outside lower center", ncols=5, fontsize=8)
     return figure
 
