@@ -10,10 +10,10 @@ from matplotlib.lines import Line2D
 
 from chunk_grpo.core.settings import load_settings, read_settings_file
 from chunk_grpo.core.statistics import t_intervals
-from chunk_grpo.methods.table import method_row
 from chunk_grpo.reporting.figures import create_subplots, with_house_style
 from chunk_grpo.studies import analysis
 from chunk_grpo.studies.design import find_study_folder, list_studies, load_study
+from chunk_grpo.training.method_loading import load_method
 
 # Study -> what its world differs in. The first one has all arms; the others have ten of them.
 WORLDS = {
@@ -83,10 +83,11 @@ def forwards_per_image(
 
     Its backward pass costs about as much as two forward passes.
     """
-    settings = load_study(study).arms[arm]
     base = read_settings_file(find_study_folder(study) / "base.yaml")
-    counted = method_row(settings["method"], load_settings(base, settings).model_dump())
-    return counted["rollout"] + 3 * counted["trained"] + counted["extra"]
+    settings = load_settings(base, load_study(study).arms[arm], find_study_folder(study))
+    counts = load_method(settings).counts()
+    images = settings.prompts_per_iteration * settings.images_per_prompt
+    return (counts.rollout + 3 * counts.trained + counts.extra) / images
 
 
 def gains_and_costs(

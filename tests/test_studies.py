@@ -56,6 +56,7 @@ def test_every_study_has_a_page():
         "instability": "single-chunk",
         "clip-width": "explain",
         "referee-field": "referee",
+        "referee-credit": "referee",
         "referee-wrong": "referee",
         "referee-undertrained": "referee",
         "referee-proxy": "referee",
