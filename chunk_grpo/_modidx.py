@@ -1778,6 +1778,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                   'chunk_grpo/reporting/reports.py'),
                                               'chunk_grpo.reporting.reports.run_cost': ( '12_reporting/reports.html#run_cost',
                                                                                          'chunk_grpo/reporting/reports.py'),
+                                              'chunk_grpo.reporting.reports.seconds_to_gain': ( '12_reporting/reports.html#seconds_to_gain',
+                                                                                                'chunk_grpo/reporting/reports.py'),
                                               'chunk_grpo.reporting.reports.write_report': ( '12_reporting/reports.html#write_report',
                                                                                              'chunk_grpo/reporting/reports.py'),
                                               'chunk_grpo.reporting.reports.write_run_report': ( '12_reporting/reports.html#write_run_report',

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['list_reports', 'find_report_notebook', 'report_parameters', 'check_report_parameters', 'execute_report',
            'notebook_to_html', 'write_report', 'write_run_report', 'group_runs', 'run_cost', 'compare_runs',
-           'describe_evaluation_differences']
+           'describe_evaluation_differences', 'seconds_to_gain']
 
 # %% ../../nbs/12_reporting/02_reports.ipynb #5c82b2e0
 import ast
@@ -531,3 +531,29 @@ def describe_evaluation_differences(
     if not differences:
         return ""
     return f"The evaluations of these runs differ in {'; '.join(differences)}, so their scores cannot be compared."
+
+# %% ../../nbs/12_reporting/02_reports.ipynb #1977fe92
+def seconds_to_gain(
+    metrics: pd.DataFrame,  # from `read_metrics`
+    reward: str,  # name of a reward that was evaluated during training
+    gain: float,  # wanted increase of its held-out score over that before training; above 0
+) -> float:  # seconds of training, without evaluations; nan if the run never reaches the gain
+    """Compute how long a run trained until its held-out score had increased by `gain`.
+
+    The score is interpolated linearly between evaluations, so the result is exact only at evaluations. Raises InputError if
+    `gain` is not above 0.
+    """
+    if not gain > 0:
+        raise InputError(f"`gain` must be above 0; got {gain}")
+    column = f"eval_{reward}"
+    if column not in metrics or "seconds_total" not in metrics:
+        return float("nan")
+    evaluated = metrics.dropna(subset=[column])
+    gains = (evaluated[column] - evaluated[column].iloc[0]).tolist()
+    # Iteration 0 has no training time.
+    seconds = evaluated.seconds_total.fillna(0.0).tolist()
+    for i in range(1, len(gains)):
+        if gains[i] >= gain:
+            share = (gain - gains[i - 1]) / (gains[i] - gains[i - 1])
+            return float(seconds[i - 1] + share * (seconds[i] - seconds[i - 1]))
+    return float("nan")
