@@ -305,6 +305,36 @@ def test_the_history_says_the_same_of_plans(tmp_path):
     assert {one["study"] for one in entries if one["shown"]} == {"instability", "samplers"}
 
 
+def plan_files(name: str) -> list[Path]:
+    """The files of a study's plan, relative to the repository; tuned.yaml is one of them if the study was tuned."""
+    (home,) = (ROOT / "runs/pocket").glob(f"*/{name}")
+    names = ("study.yaml", "base.yaml", "tuned.yaml")
+    return [(home / file).relative_to(ROOT) for file in names if (home / file).is_file()]
+
+
+def test_rows_follow_a_plan_that_was_committed_before_them():
+    """A row that names its plan was run by code that contains it, and nobody touched the plan after it."""
+
+    def git(*words):
+        return subprocess.run(["git", "-C", ROOT, *words], capture_output=True, check=False)
+
+    plans = {
+        (file.stem, row["plan"]["commit"], row["plan"]["unplanned"], row["git_commit"])
+        for file in (RESULTS / "studies").glob("*.jsonl")
+        if not file.stem.endswith(("-tuning", "-diversity"))  # these compare no arms
+        for row in kept(file.stem)
+        if "plan" in row
+    }
+    assert {name for name, *_ in plans} >= {"methods", "more-methods"}
+    for name, planned_at, unplanned, code in plans:
+        assert planned_at and not unplanned and not code.endswith("-dirty"), name
+        if git("cat-file", "-e", planned_at).returncode:
+            pytest.skip("the history is not here")
+        assert git("merge-base", "--is-ancestor", planned_at, code).returncode == 0, name
+        for file in plan_files(name):
+            assert git("show", f"{planned_at}:{file}").stdout == (ROOT / file).read_bytes(), file
+
+
 @pytest.mark.parametrize(
     "effect, word", [(0.02, "holds"), (0.0, "does not hold"), (0.006, "inconclusive")]
 )
