@@ -3,7 +3,7 @@
     python research/diversity.py NAME [--runs FOLDER]
 
 It reads the images that the trials' evaluations stored in runs/studies/NAME and writes one line per trial to
-runs/results/studies/NAME-diversity.jsonl. Lines of other trials stay, so it can be called whenever a study pauses. A
+runs/results/diversity/NAME.jsonl. Lines of other trials stay, so it can be called whenever a study pauses. A
 trial takes about two seconds on one core. It prints no result, because a study may still be running.
 
 The diversity of a prompt is the mean of 1 minus the cosine similarity over all pairs of its images, in the embedding of
@@ -22,7 +22,7 @@ from PIL import Image
 from chunk_grpo.core.files import atomic_write, read_json, read_json_lines
 from chunk_grpo.pocket.clip import PocketCLIP
 
-RESULTS = Path(__file__).parents[1] / "runs" / "results" / "studies"
+RESULTS = Path(__file__).parents[1] / "runs" / "results" / "diversity"
 ARMS = ("base", "plain")  # of the evaluation: before and after training
 
 
@@ -66,7 +66,7 @@ def main() -> int:
     if not runs.is_dir():
         print(f"there is no {runs}: a study that was run here is needed", file=sys.stderr)
         return 2
-    file = RESULTS / f"{arguments.name}-diversity.jsonl"
+    file = RESULTS / f"{arguments.name}.jsonl"
     lines = read_json_lines(file)
     measured = {(line["arm"], line["seed"]) for line in lines}
     torch.set_num_threads(1)

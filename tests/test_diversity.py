@@ -54,7 +54,7 @@ def test_a_trial_that_lost_its_diversity(trial):
 def test_lines_of_trials_are_kept_and_added(trial, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(diversity, "RESULTS", tmp_path / "results")
     monkeypatch.setattr(sys, "argv", ["diversity.py", "mine", "--runs", str(trial.parent)])
-    file = tmp_path / "results" / "mine-diversity.jsonl"
+    file = tmp_path / "results" / "mine.jsonl"
     file.parent.mkdir()
     file.write_text('{"arm": "crd", "seed": 7, "diversity": {"base": 0.5, "plain": 0.4}}\n')
     assert diversity.main() == 0 and "2 trials measured" in capsys.readouterr().out

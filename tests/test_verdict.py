@@ -321,7 +321,7 @@ def test_rows_follow_a_plan_that_was_committed_before_them():
     plans = {
         (file.stem, row["plan"]["commit"], row["plan"]["unplanned"], row["git_commit"])
         for file in (RESULTS / "studies").glob("*.jsonl")
-        if not file.stem.endswith(("-tuning", "-diversity"))  # these compare no arms
+        if not file.stem.endswith("-tuning")  # this compares no arms
         for row in kept(file.stem)
         if "plan" in row
     }
