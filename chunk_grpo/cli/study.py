@@ -103,6 +103,19 @@ def study(
 ):
     """Run or resume a study, or write a new one."""
     numbers = parse_numbers("--seeds", seeds) or None
+    without_effect = {
+        "--arms": arms,
+        "--seeds": seeds,
+        "--ray": ray,
+        "--unplanned": unplanned,
+        "--peek": peek,
+        "--new": new,
+    }
+    for option, value in without_effect.items() if tune else ():
+        if value:
+            raise InputError(
+                f"`--tune` must be given without {option}, because it tunes all arms on this machine; got both"
+            )
     if missing := [file for file in known or [] if not file.is_file()]:
         raise InputError(f"`--known` must be a file that exists; got {str(missing[0])!r}")
     # These here, since they import torch.
@@ -136,7 +149,8 @@ def study(
 
     # Outcomes are shown only after the last planned trial, so that nobody stops a study because of them.
     rows = files.read_json_lines(folder / "results.jsonl")
-    if peek or len(rows) >= len(design.expand_trials(name)):
+    planned = {(trial.arm, trial.seed) for trial in design.expand_trials(name)}
+    if peek or planned <= {(row["arm"], row["seed"]) for row in rows}:
         # These here, since they import matplotlib.
         from chunk_grpo.reporting.reports import write_report
         from chunk_grpo.studies import analysis
@@ -193,23 +207,25 @@ def agreement(
                 f"`--rows` must be files with rows of a study; got no row in {', '.join(map(str, rows))}"
             )
         scores = orders.method_scores(stored, outcome)
-        source = f"our scores are those of {len(scores)} arms in {', '.join(map(str, rows))}"
+        source = f"the scores are those of {len(scores)} arms in {', '.join(map(str, rows))}"
     else:
         scores, source = orders.shipped_scores(outcome)
     with_ours = orders.agreement_table(tables, scores)
     if not len(with_ours):
         named = sorted({name for one in tables for name in one.scores})
-        listed = "are arms in --rows" if rows else "`chunk-grpo methods` lists"
+        listed = "have a score in --rows" if rows else "have a score of ours"
         raise InputError(
             f"`scores` in {table} must have two or more methods that {listed}; got {', '.join(named)}"
         )
 
-    # The papers' agreement with the given tables, and with one another.
+    # The papers' agreement with the given tables, and with one another. Tables of a published paper are not compared with
+    # the tables of the same paper.
     papers = {one.paper for one in tables}
-    pairs = orders.papers_agreement([*published, *tables])
+    others = [one for one in published if one.paper not in papers]
+    pairs = orders.papers_agreement([*others, *tables])
     is_given = pairs.paper.isin(papers) | pairs.other.isin(papers)
     with_papers = pairs[is_given].reset_index(drop=True)
-    ceiling = orders.papers_agreement(published)
+    among_papers = orders.papers_agreement(published)
     ours_and_papers = orders.mean_agreement(published, scores)
     if as_json:
         return print_json(
@@ -218,11 +234,15 @@ def agreement(
                 "with_ours": with_ours.to_dict("records"),
                 "with_papers": with_papers.to_dict("records"),
                 "ours_with_papers": ours_and_papers,
-                "papers_with_papers": {"tau": float(ceiling.tau.mean()), "pairs": len(ceiling)},
+                "papers_with_papers": {
+                    "tau": float(among_papers.tau.mean()),
+                    "pairs": len(among_papers),
+                },
             }
         )
     typer.echo(f"{source}; outcome: {outcome}\n")
-    typer.echo(f"{table} and our order:")
+    ours = "the order in --rows" if rows else "our order"
+    typer.echo(f"{table} and {ours}:")
     typer.echo(with_ours.round(3).to_string(index=False) + "\n")
     typer.echo(f"{table} and the published tables:")
     if len(with_papers):
@@ -230,10 +250,10 @@ def agreement(
     else:
         typer.echo("no published table ranks two of its methods\n")
     typer.echo(
-        f"our order and the published tables: mean tau {ours_and_papers['tau']:+.2f}, p {ours_and_papers['p']:.2f}, "
+        f"{ours} and the published tables: mean tau {ours_and_papers['tau']:+.2f}, p {ours_and_papers['p']:.2f}, "
         f"{ours_and_papers['papers']} papers"
     )
     typer.echo(
-        f"published tables of different papers: mean tau {ceiling.tau.mean():+.2f}, {len(ceiling)} pairs of papers"
+        f"published tables of different papers: mean tau {among_papers.tau.mean():+.2f}, {len(among_papers)} pairs of papers"
     )
     return None

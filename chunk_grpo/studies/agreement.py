@@ -7,7 +7,7 @@ __all__ = ['PublishedTable', 'read_published_tables', 'concordance', 'agreement_
            'papers_agreement', 'method_scores', 'shipped_scores']
 
 # %% ../../nbs/13_studies/06_agreement.ipynb #72203a88
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import combinations, permutations
 from pathlib import Path
 
@@ -57,6 +57,12 @@ def read_published_tables(
         raise InputError(f"{file}: {validation_message(error, PublishedTable)}") from None
     renamed = []
     for table in tables:
+        new_names = [row_names.get(name, name) for name in table.scores]
+        if repeated := sorted({name for name in new_names if new_names.count(name) > 1}):
+            raise InputError(
+                f"{file}: `scores` of the table {table.id} must have one score per method; `rows` gives the name "
+                f"{repeated[0]} to two of them"
+            )
         if unknown := sorted(set(table.copied) - table.scores.keys()):
             raise InputError(
                 f"{file}: `copied` of the table {table.id} must name methods in its `scores`; got {unknown[0]}"
@@ -71,12 +77,16 @@ def read_published_tables(
 # %% ../../nbs/13_studies/06_agreement.ipynb #17c8b517
 def concordance(
     theirs: Mapping[str, float],  # scores in a paper, keyed by method; higher is better
-    ours: Mapping[str, float],  # our scores, keyed by method; higher is better
-    copied: Sequence[str] = (),  # methods with copied scores; a pair of two of these does not count
+    ours: Mapping[str, float],  # our scores or those in another paper, keyed by method
+    # methods whose scores a paper copied, one collection per paper; a pair of two of these does not count
+    copied: Sequence[Collection[str]] = (),
 ) -> tuple[int, int]:  # pairs in the same order minus those in the opposite order, and all pairs
     """Compare the order of each pair of shared methods in both sets of scores; a tie counts only among all pairs."""
     shared = sorted(theirs.keys() & ours.keys())
-    pairs = [pair for pair in combinations(shared, 2) if not set(pair) <= set(copied)]
+    pairs = []
+    for pair in combinations(shared, 2):
+        if not any(set(pair) <= set(names) for names in copied):
+            pairs.append(pair)
     agreement = 0
     for a, b in pairs:
         agreement += int(np.sign(theirs[a] - theirs[b]) * np.sign(ours[a] - ours[b]))
@@ -86,6 +96,9 @@ def concordance(
 def agreement_p_value(
     theirs: Mapping[str, float],  # scores in a paper, keyed by method; higher is better
     ours: Mapping[str, float],  # our scores, keyed by method; higher is better
+    copied: Collection[
+        str
+    ] = (),  # methods whose scores the paper copied; a pair of two does not count
     draws: int = 20_000,  # number of random permutations, if the two share more than eight methods
     seed: int = 0,  # seed of the random permutations
 ) -> float:
@@ -95,7 +108,11 @@ def agreement_p_value(
     are used, so the value is exact; with more methods it is estimated from random ones.
     """
     shared = sorted(theirs.keys() & ours.keys())
-    pairs = np.array([*combinations(range(len(shared)), 2)])
+    pairs = []
+    for i, j in combinations(range(len(shared)), 2):
+        if not {shared[i], shared[j]} <= set(copied):
+            pairs.append((i, j))
+    pairs = np.array(pairs)
     their_scores = np.array([theirs[name] for name in shared])
     our_scores = np.array([ours[name] for name in shared])
     their_signs = np.sign(their_scores[pairs[:, 0]] - their_scores[pairs[:, 1]])
@@ -125,7 +142,7 @@ def agreement_table(
     """
     rows = []
     for table in tables:
-        agreement, pairs = concordance(table.scores, ours)
+        agreement, pairs = concordance(table.scores, ours, [table.copied])
         if pairs:
             rows.append(
                 {
@@ -135,7 +152,7 @@ def agreement_table(
                     "methods": len(table.scores.keys() & ours.keys()),
                     "pairs": pairs,
                     "tau": agreement / pairs,
-                    "p": agreement_p_value(table.scores, ours),
+                    "p": agreement_p_value(table.scores, ours, table.copied),
                 }
             )
     return pd.DataFrame(rows, columns=["table", "paper", "metric", "methods", "pairs", "tau", "p"])
@@ -159,7 +176,7 @@ def mean_agreement(
     table_pairs = []
     for table in tables:
         shared = sorted(table.scores.keys() & index.keys())
-        pairs = list(combinations(shared, 2))
+        pairs = [pair for pair in combinations(shared, 2) if not set(pair) <= set(table.copied)]
         if pairs:
             indices = np.array([(index[a], index[b]) for a, b in pairs])
             signs = np.array([np.sign(table.scores[a] - table.scores[b]) for a, b in pairs])
@@ -186,19 +203,20 @@ def mean_agreement(
 
 def papers_agreement(
     tables: Sequence[PublishedTable],
-) -> pd.DataFrame:  # with the columns paper, other, pairs and tau
+) -> pd.DataFrame:  # with the columns paper, other, comparisons and tau
     """Compute Kendall's tau between any two papers that rank the same pair of methods; return one row per pair of papers.
 
-    `paper` and `other` name the papers, and `pairs` is the number of pairs of methods that both rank.
-
-    A pair of methods does not count if both scores were copied from another paper.
+    `paper` and `other` name the papers. `comparisons` counts every pair of methods once per pair of their tables, such as
+    four times if both papers have two tables with it. A pair of methods does not count if one of the tables copied both
+    scores from another paper.
     """
     sums: dict[tuple[str, str], list[int]] = {}
     for first, second in combinations(tables, 2):
         if first.paper == second.paper:
             continue
-        copied = [*first.copied, *second.copied]
-        agreement, pairs = concordance(first.scores, second.scores, copied=copied)
+        agreement, pairs = concordance(
+            first.scores, second.scores, copied=[first.copied, second.copied]
+        )
         if pairs:
             papers = tuple(sorted((first.paper, second.paper)))
             total = sums.setdefault(papers, [0, 0])
@@ -206,8 +224,10 @@ def papers_agreement(
             total[1] += pairs
     rows = []
     for (paper, other), (agreement, pairs) in sums.items():
-        rows.append({"paper": paper, "other": other, "pairs": pairs, "tau": agreement / pairs})
-    return pd.DataFrame(rows, columns=["paper", "other", "pairs", "tau"])
+        rows.append(
+            {"paper": paper, "other": other, "comparisons": pairs, "tau": agreement / pairs}
+        )
+    return pd.DataFrame(rows, columns=["paper", "other", "comparisons", "tau"])
 
 # %% ../../nbs/13_studies/06_agreement.ipynb #cda79a2b
 _PRELIMINARY = (
@@ -257,14 +277,17 @@ def shipped_scores(
 ) -> tuple[dict[str, float], str]:  # score of each method, and a sentence that names their source
     """Compute the scores of methods from the rows in this package: the referee's if they are complete, else preliminary ones."""
     scores: dict[str, float] = {}
+    sources = []
     for name in _REFEREE:
         study = analysis.describe_study(name)
         rows = analysis.load_study_rows(name)
         planned = {(arm, seed) for arm, seeds in study["seeds_of_arm"].items() for seed in seeds}
         if planned <= {(row["arm"], row["seed"]) for row in rows}:
             scores |= method_scores(rows, outcome, study["arms"])
+            sources.append(name)
     if scores:
-        return scores, f"our scores are those of the referee, with {len(scores)} tuned methods"
+        source = f"our scores are those of {len(scores)} tuned methods in {' and '.join(sources)}"
+        return scores, source
     rows = []
     for name in _PRELIMINARY:
         rows += read_json_lines(analysis.STUDY_ROWS_FOLDER / f"{name}.jsonl")

@@ -183,12 +183,15 @@ def next_points(
         for name in best["edge"]:
             values = {point[name] for point in best["points"]}
             tried = sorted(values, key=lambda x: (isinstance(x, str), x))
-            if not _are_all_numbers(tried) or tried[0] <= 0:
-                continue  # a geometric sequence needs positive numbers
+            if not _are_all_numbers(tried):
+                continue
             if best["settings"][name] == tried[0]:
-                value = tried[0] ** 2 / tried[1]
+                last, last_but_one = tried[0], tried[1]
             else:
-                value = tried[-1] ** 2 / tried[-2]
+                last, last_but_one = tried[-1], tried[-2]
+            if min(last, last_but_one) <= 0:
+                continue  # a geometric sequence needs positive numbers
+            value = last**2 / last_but_one
             if all(isinstance(x, int) for x in tried):
                 value = round(value)
             else:
@@ -209,8 +212,8 @@ def allowed_points(
 ) -> dict[str, list[dict]]:  # valid points, keyed by arm; only arms that have any
     """Replace or drop the points whose settings are invalid.
 
-    A whole number that is not allowed is replaced by the nearest allowed one that lies on the same side of all numbers
-    the arm tried and is at most twice as large. For this the arm must be in `choices`.
+    An invalid whole number is replaced by the nearest valid one that lies beyond all numbers the arm tried, in the same
+    direction, and is at most twice the invalid one. For this the arm must be in `choices`.
     """
     base = setting.read_settings_file(home / "base.yaml")
     allowed: dict[str, list[dict]] = {}
