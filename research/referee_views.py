@@ -8,11 +8,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from chunk_grpo.core.settings import load_settings, read_settings_file
+from chunk_grpo.core.settings import Settings, load_settings, read_settings_file
 from chunk_grpo.core.statistics import t_intervals
 from chunk_grpo.reporting.figures import create_subplots, with_house_style
 from chunk_grpo.studies import analysis
-from chunk_grpo.studies.design import find_study_folder, list_studies, load_study
+from chunk_grpo.studies.design import find_study_folder, list_studies, load_study, read_tuned
 from chunk_grpo.training.method_loading import load_method
 
 # Study -> what its world differs in. The first one has all arms; the others have ten of them.
@@ -23,9 +23,10 @@ WORLDS = {
     "referee-proxy": "training on a proxy",
 }
 
-# The arms of each family, the version with single steps or levels first. An arrow leads from the first to the second.
+# The arms of each family of methods. An arrow leads from the first to the second: from steps or single levels to chunks, and
+# in GRPO-Guard, whose two arms both have chunks, from credit for the image to credit for each chunk.
 FAMILIES = {
-    "ratios of transitions": ("steps", "chunk"),
+    "GRPO": ("steps", "chunk"),
     "GRPO-Guard": ("guard-wide", "guard-gains"),
     "CRD": ("crd", "crd-chunk", "crd-random", "crd-long"),
     "ELBO": ("elbo", "elbo-chunk", "elbo-ratio", "elbo-random", "elbo-long"),
@@ -48,6 +49,7 @@ _MARKERS = {
     "levels at random": "x",
     "more iterations": "^",
 }
+_CHUNK_ARMS = ("chunk", "guard-wide", "guard-gains", "crd-chunk", "elbo-chunk", "elbo-ratio")
 
 
 def family_of(
@@ -63,31 +65,48 @@ def family_of(
 def role_of(
     arm: str,  # arm of the referee
 ) -> str:  # a key of `_MARKERS`
-    """Return what an arm is in its family: a version with steps, one with chunks, or a control."""
+    """Return whether an arm has chunks, is a version with single steps or levels, or is one of two kinds of controls."""
     if arm.endswith("-random"):
         return "levels at random"
     if arm.endswith("-long"):
         return "more iterations"
-    return (
-        "chunks"
-        if arm in ("chunk", "guard-gains", "crd-chunk", "elbo-chunk", "elbo-ratio")
-        else "steps or levels"
-    )
+    return "chunks" if arm in _CHUNK_ARMS else "steps or levels"
+
+
+def settings_of_arm(
+    study: str,  # name of a study
+    arm: str,  # one of its arms
+) -> Settings:
+    """Return the settings with which the study trains an arm, its tuned ones included; the seed is that of base.yaml."""
+    home = find_study_folder(study)
+    tuned = read_tuned(home).get(arm, {}).get("settings", {})
+    base = read_settings_file(home / "base.yaml")
+    return load_settings(base, load_study(study).arms[arm] | tuned, home)
 
 
 def forwards_per_image(
     study: str,  # name of a study
     arm: str,  # one of its arms
 ) -> float:
-    """Return the forward passes per image when an arm is trained; a trained pass counts three times.
+    """Return the forward passes per image when an arm is trained with its tuned settings.
 
-    Its backward pass costs about as much as two forward passes.
+    It is rollout + 3 trained + extra passes: the backward pass of a trained one costs about as much as two. Extra passes
+    have no backward pass, such as those of the old and the reference model.
     """
-    base = read_settings_file(find_study_folder(study) / "base.yaml")
-    settings = load_settings(base, load_study(study).arms[arm], find_study_folder(study))
+    settings = settings_of_arm(study, arm)
     counts = load_method(settings).counts()
     images = settings.prompts_per_iteration * settings.images_per_prompt
     return (counts.rollout + 3 * counts.trained + counts.extra) / images
+
+
+def total_forwards(
+    study: str,  # name of a study
+    arm: str,  # one of its arms
+) -> float:
+    """Return the thousands of forward passes of a training; a trained one counts three times."""
+    settings = settings_of_arm(study, arm)
+    images = settings.iterations * settings.prompts_per_iteration * settings.images_per_prompt
+    return images * forwards_per_image(study, arm) / 1000
 
 
 def gains_and_costs(
@@ -137,7 +156,7 @@ def _draw_gains(
     table: pd.DataFrame,  # from `gains_and_costs`
     cost: str,  # forwards or seconds
 ) -> None:
-    """Draw an arm as a marker with its interval, and an arrow from steps to chunks in each family."""
+    """Draw an arm as a marker with its interval, and the arrow of each family."""
     # Markers of arms that cost the same would cover each other, so they are drawn side by side.
     spacing = 0.012 * max(np.ptp(table[cost]), 1e-9)
     offset = table.groupby(table[cost].round(1)).cumcount() * spacing
@@ -188,7 +207,10 @@ def plot_gains_by_cost(
         axis.set_title(WORLDS[study])
         axis.set_ylabel(f"gain in {reward or load_study(study).outcome}")
         axis.set_xlabel(
-            {"forwards": "forward passes, thousands", "seconds": "CPU seconds of a training"}[cost]
+            {
+                "forwards": "forward passes, thousands (a trained one counts three times)",
+                "seconds": "CPU seconds of a training",
+            }[cost]
         )
     figure.legend(handles=_legend_handles(), loc="outside lower center", ncols=5, fontsize=8)
     return figure
@@ -200,7 +222,7 @@ def plot_matrix(
 ) -> Figure:
     """Draw the gains of all methods on the first world: sorted with their names, and against two costs.
 
-    In the two smaller panels an arrow leads from the version with steps to the version with chunks in each family.
+    The two smaller panels have an arrow for each family of methods; see `FAMILIES`.
     """
     table = gains_of_first_world(reward).sort_values("mean")
     outcome = reward or load_study("referee").outcome
@@ -222,7 +244,10 @@ def plot_matrix(
     labels = [f"{arm} ({int(n)} seeds)" for arm, n in table.n.items()]
     names.set_yticks(range(len(table)), labels, fontsize=8)
     names.set_xlabel(f"gain in {outcome}, with its 95% interval over seeds")
-    costs = {"forwards": "forward passes, thousands", "seconds": "CPU seconds of a training"}
+    costs = {
+        "forwards": "forward passes, thousands (a trained one counts three times)",
+        "seconds": "CPU seconds of a training",
+    }
     for cost, label in costs.items():
         _draw_gains(panels[cost], table, cost)
         panels[cost].set_xlabel(label)
@@ -253,7 +278,10 @@ def plot_rewards_by_cost(
     reward: str,  # a reward that the arms train on
     window: int = 3,  # number of iterations over which a point is averaged
 ) -> Figure:
-    """Draw the mean reward on training prompts against images, forward passes and CPU seconds, one panel each."""
+    """Draw the mean reward on training prompts against images, forward passes and CPU seconds, one panel each.
+
+    The first arm of each family of methods is dotted, the others are solid.
+    """
     rows = analysis.load_study_rows(study)
     figure, axes = create_subplots(3, size=(10.5, 3.2), sharey=True)
     labels = ("images", "forward passes, thousands", "CPU seconds")
@@ -264,7 +292,8 @@ def plot_rewards_by_cost(
         curves = [analysis.curve_column(row, reward) for row in runs]
         mean = pd.Series(np.mean(curves, axis=0)).rolling(window).mean().to_numpy()
         iterations = np.arange(1, len(mean) + 1)
-        style = "-" if role_of(arm) == "chunks" else ":"
+        is_first = any(arm == arms[0] for arms in FAMILIES.values())
+        style = ":" if is_first else "-"
         for axis, cost in zip(axes[0], cost_per_iteration(study, arm).values(), strict=True):
             axis.plot(iterations * cost, mean, style, color=_COLOURS[family_of(arm)], label=arm)
     for axis, label in zip(axes[0], labels, strict=True):
