@@ -49,6 +49,10 @@ _MARKERS = {
     "levels at random": "x",
     "more iterations": "^",
 }
+_COST_LABELS = {
+    "forwards": "forward passes, thousands (a trained one counts three times)",
+    "seconds": "CPU seconds of a training",
+}
 _CHUNK_ARMS = ("chunk", "guard-wide", "guard-gains", "crd-chunk", "elbo-chunk", "elbo-ratio")
 
 
@@ -206,12 +210,7 @@ def plot_gains_by_cost(
         _draw_gains(axis, gains_and_costs(study, reward), cost)
         axis.set_title(WORLDS[study])
         axis.set_ylabel(f"gain in {reward or load_study(study).outcome}")
-        axis.set_xlabel(
-            {
-                "forwards": "forward passes, thousands (a trained one counts three times)",
-                "seconds": "CPU seconds of a training",
-            }[cost]
-        )
+        axis.set_xlabel(_COST_LABELS[cost])
     figure.legend(handles=_legend_handles(), loc="outside lower center", ncols=5, fontsize=8)
     return figure
 
@@ -244,11 +243,7 @@ def plot_matrix(
     labels = [f"{arm} ({int(n)} seeds)" for arm, n in table.n.items()]
     names.set_yticks(range(len(table)), labels, fontsize=8)
     names.set_xlabel(f"gain in {outcome}, with its 95% interval over seeds")
-    costs = {
-        "forwards": "forward passes, thousands (a trained one counts three times)",
-        "seconds": "CPU seconds of a training",
-    }
-    for cost, label in costs.items():
+    for cost, label in _COST_LABELS.items():
         _draw_gains(panels[cost], table, cost)
         panels[cost].set_xlabel(label)
         panels[cost].set_ylabel("gain")
