@@ -8,6 +8,10 @@ trial takes about two seconds on one core. It prints no result, because a study 
 
 The diversity of a prompt is the mean of 1 minus the cosine similarity over all pairs of its images, in the embedding of
 the pocket CLIP. That of a trial is the mean over prompts. With two images per prompt there is one pair.
+
+A wrong image differs from a correct one, so a model that learns to be correct loses diversity that nobody wants. A line
+therefore also holds the mean over the prompts whose images are all correct, before and after training; `pocket-geneval`
+decides that. These are the same prompts for both models.
 """
 
 import argparse
@@ -15,6 +19,7 @@ import itertools
 import json
 import sys
 from pathlib import Path
+from statistics import fmean
 
 import torch
 from PIL import Image
@@ -38,9 +43,14 @@ def prompt_diversity(
 def trial_diversity(
     trial: Path,  # folder of a finished trial, with the images of its evaluation
     model: PocketCLIP,  # embeds images
-) -> dict[str, float]:  # keyed by arm of the evaluation
-    """Return the mean diversity over prompts before and after training."""
-    found = {}
+) -> dict:
+    """Return the mean diversity over prompts before and after training, over all prompts and over the correct ones.
+
+    `diversity` has the means over all prompts, keyed by arm of the evaluation. `of_correct` has the number of prompts
+    whose images are all correct in both arms, and the means over these prompts; they are None if there is no such prompt.
+    """
+    values: dict[str, dict[int, float]] = {}  # arm -> index of a prompt -> its diversity
+    wrong = set()  # indices of prompts with an image that is not correct
     records = read_json_lines(trial / "evaluation" / "scores.jsonl")
     for arm in ARMS:
         images = []
@@ -48,11 +58,18 @@ def trial_diversity(
         for record in records:
             if record["arm"] == arm:
                 indices.setdefault(record["prompt_index"], []).append(len(images))
+                if record["scores"]["pocket-geneval"] < 1:
+                    wrong.add(record["prompt_index"])
                 with Image.open(trial / "evaluation" / record["file"]) as image:
                     images.append(image.convert("RGB"))
         embeddings = model.embed(images)
-        values = [prompt_diversity(embeddings[own]) for own in indices.values()]
-        found[arm] = round(sum(values) / len(values), 6)
+        values[arm] = {prompt: prompt_diversity(embeddings[own]) for prompt, own in indices.items()}
+    correct = [prompt for prompt in values["base"] if prompt not in wrong]
+    found = {"diversity": {}, "of_correct": {"prompts": len(correct)}}
+    for arm, of_prompt in values.items():
+        found["diversity"][arm] = round(fmean(of_prompt.values()), 6)
+        mean = round(fmean(of_prompt[prompt] for prompt in correct), 6) if correct else None
+        found["of_correct"][arm] = mean
     return found
 
 
@@ -67,18 +84,21 @@ def main() -> int:
         print(f"there is no {runs}: a study that was run here is needed", file=sys.stderr)
         return 2
     file = RESULTS / f"{arguments.name}.jsonl"
-    lines = read_json_lines(file)
-    measured = {(line["arm"], line["seed"]) for line in lines}
+    lines = {(line["arm"], line["seed"]): line for line in read_json_lines(file)}
     torch.set_num_threads(1)
     model = PocketCLIP()
     for row_file in sorted(runs.glob("*/row.json")):
         row = read_json(row_file)
-        if (row["arm"], row["seed"]) not in measured:
-            diversity = trial_diversity(row_file.parent, model)
-            lines.append({"arm": row["arm"], "seed": row["seed"], "diversity": diversity})
+        trial = (row["arm"], row["seed"])
+        # Lines that an earlier version of this file wrote have no diversity of correct images.
+        if trial not in lines or "of_correct" not in lines[trial]:
+            found = trial_diversity(row_file.parent, model)
+            lines[trial] = {"arm": row["arm"], "seed": row["seed"], **found}
     file.parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(file) as temporary:
-        temporary.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+        temporary.write_text(
+            "".join(json.dumps(line) + "\n" for line in lines.values()), encoding="utf-8"
+        )
     print(f"{len(lines)} trials measured in {file}")
     return 0
 

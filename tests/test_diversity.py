@@ -39,7 +39,10 @@ def trial(tmp_path):
             if not isinstance(picture, Image.Image):
                 picture = Image.fromarray(picture)
             picture.save(folder / "evaluation" / name)
-            lines.append({"arm": arm, "prompt_index": n // 2, "file": name})
+            # The second prompt has a wrong image before training.
+            is_correct = arm == "plain" or n < 3
+            scores = {"pocket-geneval": float(is_correct)}
+            lines.append({"arm": arm, "prompt_index": n // 2, "file": name, "scores": scores})
     text = "".join(json.dumps(line) + "\n" for line in lines)
     (folder / "evaluation" / "scores.jsonl").write_text(text)
     (folder / "row.json").write_text(json.dumps({"arm": "crd", "seed": 0}))
@@ -48,7 +51,16 @@ def trial(tmp_path):
 
 def test_a_trial_that_lost_its_diversity(trial):
     found = diversity.trial_diversity(trial, PocketCLIP())
-    assert found["base"] > 0.1 and found["plain"] == pytest.approx(0, abs=1e-5)
+    for means in (found["diversity"], found["of_correct"]):
+        assert means["base"] > 0.1 and means["plain"] == pytest.approx(0, abs=1e-5)
+    assert found["of_correct"]["prompts"] == 1
+
+
+def test_a_trial_without_a_prompt_that_stays_correct(trial):
+    file = trial / "evaluation" / "scores.jsonl"
+    file.write_text(file.read_text().replace("1.0", "0.0"))
+    found = diversity.trial_diversity(trial, PocketCLIP())
+    assert found["of_correct"] == {"prompts": 0, "base": None, "plain": None}
 
 
 def test_lines_of_trials_are_kept_and_added(trial, tmp_path, monkeypatch, capsys):
@@ -56,11 +68,24 @@ def test_lines_of_trials_are_kept_and_added(trial, tmp_path, monkeypatch, capsys
     monkeypatch.setattr(sys, "argv", ["diversity.py", "mine", "--runs", str(trial.parent)])
     file = tmp_path / "results" / "mine.jsonl"
     file.parent.mkdir()
-    file.write_text('{"arm": "crd", "seed": 7, "diversity": {"base": 0.5, "plain": 0.4}}\n')
-    assert diversity.main() == 0 and "2 trials measured" in capsys.readouterr().out
-    assert diversity.main() == 0 and "2 trials measured" in capsys.readouterr().out
+    line = {
+        "arm": "crd",
+        "seed": 7,
+        "diversity": {"base": 0.5, "plain": 0.4},
+        "of_correct": {"prompts": 0, "base": None, "plain": None},
+    }
+    old_line = {"arm": "crd", "seed": 8, "diversity": {"base": 0.5, "plain": 0.4}}
+    file.write_text(json.dumps(line) + "\n" + json.dumps(old_line) + "\n")
+    assert diversity.main() == 0 and "3 trials measured" in capsys.readouterr().out
+    assert diversity.main() == 0 and "3 trials measured" in capsys.readouterr().out
     lines = [json.loads(line) for line in file.read_text().splitlines()]
-    assert [(line["arm"], line["seed"]) for line in lines] == [("crd", 7), ("crd", 0)]
+    # A line of an earlier version stays if its run is not here, and is replaced if it is.
+    assert [(line["arm"], line["seed"]) for line in lines] == [("crd", 7), ("crd", 8), ("crd", 0)]
+    assert lines[:2] == [line, old_line] and lines[2]["of_correct"]["prompts"] == 1
+    del lines[2]["of_correct"]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert diversity.main() == 0
+    assert json.loads(file.read_text().splitlines()[2])["of_correct"]["prompts"] == 1
 
 
 def test_a_study_without_runs_gets_a_sentence(tmp_path):
