@@ -4,15 +4,20 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 import pandas as pd
+import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from chunk_grpo.core.settings import Settings, load_settings, read_settings_file
+from chunk_grpo import InputError
+from chunk_grpo.core.files import read_json_lines
+from chunk_grpo.core.settings import PRESETS_DIR, Settings, load_settings, read_settings_file
 from chunk_grpo.core.statistics import t_intervals
 from chunk_grpo.reporting.figures import create_subplots, with_house_style
 from chunk_grpo.studies import analysis
 from chunk_grpo.studies.design import find_study_folder, list_studies, load_study, read_tuned
+from chunk_grpo.theory.chunks import parse_chunk_numbers
+from chunk_grpo.theory.dynamics import count_trained_chunks
 from chunk_grpo.training.method_loading import load_method
 
 # Study -> what its world differs in. The first one has all arms; the others have ten of them.
@@ -49,6 +54,7 @@ _MARKERS = {
     "levels at random": "x",
     "more iterations": "^",
 }
+_KIND_COLOURS = {True: "#0072B2", False: "#D55E00"}  # coupled, decoupled
 _COST_LABELS = {
     "forwards": "forward passes, thousands (a trained one counts three times)",
     "seconds": "CPU seconds of a training",
@@ -111,6 +117,46 @@ def total_forwards(
     settings = settings_of_arm(study, arm)
     images = settings.iterations * settings.prompts_per_iteration * settings.images_per_prompt
     return images * forwards_per_image(study, arm) / 1000
+
+
+def share_of_levels(
+    study: str,  # name of a study
+    arm: str,  # one of its arms
+) -> np.ndarray:  # (T,), from 0 to 1, from the noisiest level to the least noisy one
+    """Compute the share of images that train each noise level in an iteration.
+
+    A coupled method trains transitions; a transition counts for the level at its start. Raises InputError if the arm
+    samples its chunks by weights, has chunks of its own for each image, or trains a window that moves: then the share
+    depends on the images or on the iteration.
+    """
+    settings = settings_of_arm(study, arm)
+    if (
+        settings.chunk_weighting != "uniform"
+        or settings.chunk_rule.kind != "fixed"
+        or settings.window != "all"
+    ):
+        raise InputError(f"`arm` must train the same share of each level always; got {arm!r}")
+    method = load_method(settings)
+    sampler = method.sampler(0)
+    trainable_steps = method.trainable_steps(sampler)
+    flat_profile = torch.ones(len(trainable_steps))
+    # In a decoupled method, chunks may select levels that are not themselves the chunks of the loss.
+    cut = method.chunks if method.has_log_prob else method.selection_chunks
+    chunks = cut(flat_profile)
+    allowed = parse_chunk_numbers(settings.train_chunks, len(chunks))
+    share = count_trained_chunks(len(allowed), settings.chunk_fraction) / len(allowed)
+    shares = np.zeros(len(sampler))
+    for number in allowed:
+        shares[trainable_steps[chunks.slices[number]].numpy()] = share
+    return shares
+
+
+def is_coupled(
+    study: str,  # name of a study
+    arm: str,  # one of its arms
+) -> bool:
+    """Return whether an arm takes ratios of the densities of sampled transitions; a decoupled arm trains on final images."""
+    return load_method(settings_of_arm(study, arm)).has_log_prob
 
 
 def gains_and_costs(
@@ -248,6 +294,131 @@ def plot_matrix(
         panels[cost].set_xlabel(label)
         panels[cost].set_ylabel("gain")
     figure.legend(handles=_legend_handles(), loc="outside lower center", ncols=5, fontsize=8)
+    return figure
+
+
+@with_house_style
+def plot_kinds(
+    reward: str = "",  # name of a reward; empty: the outcome of the referee
+) -> Figure:
+    """Draw the gains of all methods on the first world, coupled ones above decoupled ones, each sorted, with 95% intervals."""
+    table = gains_of_first_world(reward)
+    studies = {
+        arm: "referee" if arm in load_study("referee").arms else FIELD for arm in table.index
+    }
+    table["coupled"] = [is_coupled(study, arm) for arm, study in studies.items()]
+    table = table.sort_values(["coupled", "mean"])
+    figure = Figure(figsize=(8.4, 1.2 + 0.25 * len(table)), layout="constrained")
+    axis = figure.subplots()
+    for i, (arm, found) in enumerate(table.iterrows()):
+        axis.errorbar(
+            found["mean"],
+            i,
+            xerr=np.nan_to_num(found.hi - found["mean"]),
+            fmt=_MARKERS[role_of(arm)],
+            color=_KIND_COLOURS[found.coupled],
+            markersize=6,
+            linewidth=1,
+        )
+    for coupled, label in ((True, "coupled"), (False, "decoupled")):
+        colour = _KIND_COLOURS[coupled]
+        axis.plot([], [], color=colour, linewidth=4, label=label)
+    axis.set_yticks(range(len(table)), table.index, fontsize=8)
+    axis.set_xlabel(f"gain in {reward or load_study('referee').outcome}")
+    axis.legend(frameon=False, loc="lower right")
+    return figure
+
+
+def read_diversity(
+    study: str,  # name of a study
+) -> pd.DataFrame:
+    """Read how much the images of a prompt differ, before and after training, one row per trial.
+
+    The columns are arm, seed, base and trained (mean over all prompts), and correct_prompts, correct_base and
+    correct_trained (mean over the prompts whose images are all correct before and after training). The table is empty if
+    `research/diversity.py` has not measured the study.
+    """
+    lines = read_json_lines(PRESETS_DIR / "results" / "diversity" / f"{study}.jsonl")
+    columns = ["arm", "seed", "base", "trained"]
+    columns += ["correct_prompts", "correct_base", "correct_trained"]
+    values = [
+        (
+            line["arm"],
+            line["seed"],
+            line["diversity"]["base"],
+            line["diversity"]["plain"],
+            line["of_correct"]["prompts"],
+            line["of_correct"]["base"],
+            line["of_correct"]["plain"],
+        )
+        for line in lines
+    ]
+    return pd.DataFrame(values, columns=columns)
+
+
+@with_house_style
+def plot_diversity(
+    study: str,  # name of a study with rows and diversities
+    references: Mapping[
+        str, Sequence[float]
+    ],  # label of a horizontal line -> its height in both panels
+) -> Figure:
+    """Draw diversity after training against gain, for all prompts and for those that stay correct; a marker per arm."""
+    gains = gains_and_costs(study)
+    found = read_diversity(study).groupby("arm").mean(numeric_only=True)
+    panels = {"trained": "all prompts", "correct_trained": "prompts that stay correct"}
+    figure, axes = create_subplots(2, size=(9.5, 3.8))
+    for number, (column, title) in enumerate(panels.items()):
+        axis = axes[0, number]
+        for arm in gains.index.intersection(found.index):
+            place = (gains["mean"][arm], found[column][arm])
+            axis.plot(*place, _MARKERS[role_of(arm)], color=_COLOURS[family_of(arm)], markersize=6)
+            axis.annotate(arm, place, textcoords="offset points", xytext=(5, 3), fontsize=7)
+        for style, (label, heights) in zip(("--", ":"), references.items(), strict=False):
+            axis.axhline(heights[number], color="#555555", lw=1, ls=style, label=label)
+        axis.set_title(title)
+        axis.set_xlabel(f"gain in {load_study(study).outcome}")
+        axis.set_ylabel("diversity after training")
+    axes[0, 0].legend(frameon=False, fontsize=8)
+    return figure
+
+
+@with_house_style
+def plot_trained_levels(
+    study: str,  # name of a study
+    arms: Sequence[str],  # its arms, from top to bottom
+) -> Figure:
+    """Draw which noise levels each arm trains, and beside them the arm's gain if it has rows.
+
+    The darker a cell, the larger the share of images that train the level in an iteration. The interval of a gain is the
+    95% interval over seeds. Raises InputError as `share_of_levels` does.
+    """
+    shares = np.stack([share_of_levels(study, arm) for arm in arms])
+    figure = Figure(figsize=(9.5, 1.3 + 0.3 * len(arms)), layout="constrained")
+    levels, gains = figure.subplots(1, 2, sharey=True, width_ratios=(1.5, 1))
+    image = levels.pcolormesh(
+        shares, cmap="Blues", vmin=0, vmax=1, edgecolors="white", linewidth=1.5
+    )
+    figure.colorbar(image, ax=levels, location="left", label="share of images", shrink=0.9)
+    sigmas = load_method(settings_of_arm(study, arms[0])).sigmas
+    shown = range(0, shares.shape[1], 4)
+    levels.set_xticks([i + 0.5 for i in shown], [f"{i}\nσ = {float(sigmas[i]):.2f}" for i in shown])
+    levels.set_xlabel("noise level")
+    levels.set_yticks([i + 0.5 for i in range(len(arms))], arms)
+    levels.invert_yaxis()
+    table = gains_and_costs(study)
+    for i, arm in enumerate(arms):
+        if arm in table.index:
+            found = table.loc[arm]
+            gains.errorbar(
+                found["mean"],
+                i + 0.5,
+                xerr=np.nan_to_num(found.hi - found["mean"]),
+                fmt=_MARKERS[role_of(arm)],
+                color=_COLOURS[family_of(arm)],
+                linewidth=1,
+            )
+    gains.set_xlabel(f"gain in {load_study(study).outcome}")
     return figure
 
 

@@ -11,8 +11,10 @@ from matplotlib.ticker import MaxNLocator
 from chunk_grpo import InputError
 from chunk_grpo.core.statistics import t_intervals
 from chunk_grpo.reporting.figures import create_subplots, with_house_style
+from chunk_grpo.reporting.tables import format_number, rows_to_html
 from chunk_grpo.studies.analysis import (
     arms_with_runs,
+    contrast_table,
     format_difference,
     gains_by_seed,
     paired_differences,
@@ -184,6 +186,32 @@ def category_table(
         for line in table:
             line[category.replace("_", " ")] = format_difference(intervals.loc[line["arm"]])
     return table
+
+
+def differences_table(
+    rows: Sequence[Mapping],  # rows of finished runs
+    contrasts: Mapping[str, Sequence[Sequence[str]]],  # family -> pairs of arms: first minus second
+    reward: str,  # name of a reward that was evaluated
+    families: Sequence[str] = (),  # families to show; empty: all
+) -> str:  # HTML
+    """Return a table of the differences of pairs of arms, with Holm's correction within each family.
+
+    Pairs without runs are left out of the table, but Holm's correction counts the pairs that have runs in their whole
+    family.
+    """
+    found = contrast_table(rows, contrasts, reward).dropna(subset=["mean"])
+    lines = [
+        {
+            "family": row.family,
+            "pair": f"{row.arm} minus {row.reference}",
+            "seeds": int(row.n),
+            "difference": format_difference(row),
+            "p (Holm)": format_number(row.holm),
+        }
+        for _, row in found.iterrows()
+        if not families or row.family in families
+    ]
+    return rows_to_html(lines, ("seeds",))
 
 
 def study_commands(

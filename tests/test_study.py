@@ -148,6 +148,8 @@ def test_shipped_studies_are_sound(name):
     given = design.load_study(name)
     assert given.seeds >= (5 if name in ("explain", "chunk-setting") else 3)
     assert len(design.expand_trials(name)) == sum(len(given.seeds_of(arm)) for arm in given.arms)
+    rows = [{"arm": trial.arm, "seed": trial.seed} for trial in design.expand_trials(name)]
+    assert given.is_complete(rows) and not given.is_complete(rows[:-1])
 
 
 class Instant:

@@ -154,13 +154,14 @@ class BestEffortFile(io.FileIO):
 
 
 class EscapingTextStream(io.TextIOWrapper):
-    """Write text with its control characters escaped, whichever command prints it."""
+    """A text stream that escapes control characters in everything that is written to it."""
 
     def write(self, text: str) -> int:
         """Write the text with its control characters escaped, and return the number of characters written."""
+        # click also writes bytes, to test whether a stream accepts them.
         if isinstance(text, str):
             text = escape_control_characters(text)
-        return super().write(text)  # click writes bytes to test whether a stream accepts them
+        return super().write(text)
 
 
 def rewrap_stream(

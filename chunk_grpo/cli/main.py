@@ -96,7 +96,8 @@ def root_callback(
     ] = False,
 ):
     """Reinforcement learning of flow-matching image models with chunks."""
-    # These commands only print; the others write files, which matter more than their output.
+    # These commands only print, so they end when nobody reads their output. Most others also write
+    # files, which matter more than what they print, so they continue.
     only_prints = ctx.invoked_subcommand in ("plan", "doctor", "presets", "methods", "agreement")
     byte_class = io.FileIO if only_prints else BestEffortFile
     stdout = rewrap_stream(sys.stdout, byte_class)
@@ -149,6 +150,7 @@ def describe_error(error: Exception) -> tuple[int, str]:
         code = 2
         text = f"the path {error.filename} cannot be used ({error.strerror})"
     elif isinstance(error, OSError) and not error.filename and error.errno in output_errors:
+        # An error of the output stream names no file.
         code = 1
         text = f"the output cannot be written ({error.strerror})"
     else:

@@ -149,8 +149,7 @@ def study(
 
     # Outcomes are shown only after the last planned trial, so that nobody stops a study because of them.
     rows = files.read_json_lines(folder / "results.jsonl")
-    planned = {(trial.arm, trial.seed) for trial in design.expand_trials(name)}
-    if peek or planned <= {(row["arm"], row["seed"]) for row in rows}:
+    if peek or design.load_study(name).is_complete(rows):
         # These here, since they import matplotlib.
         from chunk_grpo.reporting.reports import write_report
         from chunk_grpo.studies import analysis

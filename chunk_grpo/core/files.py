@@ -132,7 +132,8 @@ def temporary_folder(
 ) -> Iterator[Path]:
     """Yield a new temporary folder, and delete it at the end of the block.
 
-    Older folders of the same `name` that killed processes left behind are removed first.
+    Older folders of the same `name` that killed processes left behind are removed first. A process locks a file in its
+    folder while it uses the folder, so a folder whose lock is free was left behind.
     """
     for leftover in Path(tempfile.gettempdir()).glob(f"chunk-grpo-{name}-*"):
         with contextlib.suppress(FileNotFoundError):  # another process is removing it

@@ -24,7 +24,7 @@ from .files import check_regular_file
 def module_search_path(
     allow_working_folder: bool = True,  # False: search it only if PYTHONPATH contains it
 ) -> Iterator[None]:
-    """Within this block, add the working folder to the end of Python's module search path, or remove it from the path."""
+    """Add the working folder to the end of Python's module search path within this block, or remove it from the path."""
     previous_path = list(sys.path)
     cwd = os.getcwd()
     python_path = [

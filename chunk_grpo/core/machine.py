@@ -6,8 +6,8 @@
 __all__ = ['Terminated', 'TrainingFailed', 'raise_on_sigterm', 'defer_sigterm', 'allow_sigterm', 'sigterm_is_pending',
            'terminate_process_group', 'die_with_parent', 'changes_training', 'check_environment_variables',
            'without_foreign_settings', 'library_versions', 'installed_packages', 'package_lists', 'record_packages',
-           'current_git_commit', 'machine_info', 'use_full_float32', 'nvidia_driver', 'explain_missing_gpu',
-           'choose_device']
+           'current_git_commit', 'machine_info', 'use_full_float32', 'nvidia_driver', 'gpu_variable',
+           'explain_missing_gpu', 'choose_device']
 
 # %% ../../nbs/02_core/02_machine.ipynb #c0a10005
 import contextlib
@@ -335,6 +335,20 @@ def nvidia_driver() -> str | None:
         return None
     match = re.search(r"Module.*?(\d+\.[\d.]+)", file.read_text())
     return match[1] if match else None
+
+
+def gpu_variable(
+    index: int,  # of a GPU among those that this process sees, from 0
+) -> str:
+    """Return the value of CUDA_VISIBLE_DEVICES with which a child process sees only this GPU.
+
+    If the variable is set in this process, its entries name the GPUs that this process may use, so the value is one of
+    them. Otherwise it is the index.
+    """
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if not visible:
+        return str(index)
+    return visible.split(",")[index].strip()
 
 
 def explain_missing_gpu(

@@ -1352,7 +1352,7 @@ def _check_merge(settings: "Settings") -> None:
 
 
 def _check_method(settings: "Settings") -> None:
-    """Raise InputError if the method, sharing, chunks, surrogate, sampler and noise level contradict each other."""
+    """Raise InputError if the method, sharing, chunks, surrogate, sampler and `eta` contradict each other."""
     from chunk_grpo.theory import chunks, sampler, sharing, surrogates
     from chunk_grpo.theory.windows import Window
 
@@ -1670,10 +1670,10 @@ def _settings_named_in_file(source: str | Path) -> set[str]:
 
 
 def read_settings_file(source: str | Path) -> dict:  # setting -> value
-    """Read the values of a settings file, and add those of the preset that its `like` names.
+    """Read the values of a settings file, and add those of the presets that its `method` and `like` name.
 
-    Raises InputError if the file does not exist, if it is the configuration of another program, or if `like` does not
-    name another preset.
+    The file's own values take precedence. Raises InputError if the file does not exist, if it is the configuration of
+    another program, or if `like` does not name another preset.
     """
     path = find_settings_file(source)
     values = read_yaml_file(path, "the settings file")

@@ -105,11 +105,12 @@ def _draw_category_means(
     n, m = values.shape
     image_deviations = values - values.mean(1, keepdims=True)
     prompts = random.integers(n, size=(draws, n))
+    # Deviation of each drawn prompt from the category's mean, (draws, n)
     if n > 1:
         drawn = deviations[prompts]
     else:
         drawn = random.choice(deviations, (draws, 1))
-    if m > 1:
+    if m > 1:  # resample the m images of each drawn prompt
         images = random.integers(m, size=(draws, n, m))
         drawn = drawn + image_deviations[prompts[..., None], images].mean(2)
     return values.mean() + drawn.mean(1)

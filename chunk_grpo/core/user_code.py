@@ -130,7 +130,7 @@ def code_files(
     queue: list[str] = []  # names of modules to look for
 
     def queue_imports(file: Path, package: str) -> None:
-        """Queue the modules that a file imports, unless the file belongs to an installed package."""
+        """Queue the modules that a file imports, unless it belongs to an installed package or `search_path` is given."""
         if search_path is None and not _is_installed(file):
             queue.extend(_imported_names(file.read_bytes(), package))
 
@@ -238,7 +238,7 @@ def code_hashes(
 
 
 def check_reward_code(settings: Settings) -> None:
-    """Import every reward function of the user that runs in this process rather than in a worker.
+    """Import every user-written reward that runs in this process: one without the options worker, environment and url.
 
     Raises InputError if one cannot be imported.
     """

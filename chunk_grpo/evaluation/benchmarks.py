@@ -394,7 +394,7 @@ def load_benchmark_task(
             f"`benchmark` must be one of geneval, {', '.join(_SOURCE_DESCRIPTIONS)}, or a file of prompts; got "
             f"{name!r}"
         )
-    if name in _SOURCE_DESCRIPTIONS:
+    if name in _SOURCE_DESCRIPTIONS:  # hpd-test400, because the others have been returned above
         prompts, records = read_prompts_with_records(
             str(source), "`source`", negative_prompts=False
         )

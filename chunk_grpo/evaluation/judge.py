@@ -305,8 +305,8 @@ _IDENTITY_FIELDS = {"prompt_sha256": "text", "image_sha256": "image", "asked": "
 def _answer_identities(
     judge: Judge,
     questions: Sequence[ImageQuestion],
-) -> dict[str, dict]:  # question's id -> values of `_IDENTITY_FIELDS`
-    """Compute, for each question, what its answer belongs to: hashes of the text and the image, and the request's body.
+) -> dict[str, dict]:  # question's id -> a value for each key of `_IDENTITY_FIELDS`
+    """Compute the fields for which an answer to each question is valid: hashes of text and image, and the request's body.
 
     Raises InputError if an image is missing or an id occurs twice.
     """
@@ -337,9 +337,9 @@ def _read_answers(
     file: Path,  # answers.jsonl
     identities: Mapping[str, dict],  # keyed by question's id, see `_answer_identities`
 ) -> dict[str, list[dict]]:  # question's id -> its stored answers
-    """Read the stored answers to the questions.
+    """Read the stored answers to the given questions, and ignore answers to other questions in the file.
 
-    Raises InputError if an answer belongs to another text, image or request.
+    Raises InputError if an answer to one of them was given for another text, image or request.
     """
     answers: dict[str, list[dict]] = {name: [] for name in identities}
     for record in read_json_lines(file):
@@ -352,6 +352,7 @@ def _read_answers(
                 f"answers: {file} has an answer about {record['id']} that belongs to another "
                 f"{differing[0]}; use a new folder, or remove the file to repeat all questions."
             )
+        # An answer to another question is appended to a list that is thrown away.
         answers.get(record["id"], []).append(record)
     return answers
 

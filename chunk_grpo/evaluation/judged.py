@@ -255,7 +255,8 @@ def apply_dependencies(
 ) -> list[bool]:  # one per question, in the order of the prompt's questions
     """Determine which questions count: those answered yes whose parents, the questions on which they depend, all count.
 
-    The questions are processed in the order of the file, and a parent that is not in the file is ignored.
+    The questions are processed in the order of the file, so a parent that comes later counts if it was answered yes. A
+    parent that is not in the file is ignored.
     """
     counts = dict(answers)
     for p in item.propositions:

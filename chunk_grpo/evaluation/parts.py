@@ -101,7 +101,7 @@ def evaluation_parts(
     prompt_count: int,  # number of prompts
     arms: Mapping[str, int | None],  # arm -> split
 ) -> list[tuple[str, int, int]]:  # arm, first image, last image plus 1
-    """Divide an evaluation into parts of `rollout_batch` consecutive images, arm by arm.
+    """Divide an evaluation into parts of at most `rollout_batch` consecutive images, arm by arm.
 
     The images of an arm are numbered prompt by prompt, with `eval_images` for each prompt. A part holds all images of its
     prompts, because a reward that compares the images of a prompt needs them all. If a prompt has more than `rollout_batch`
@@ -219,7 +219,8 @@ def unfinished_evaluation_folder(
 ) -> Path:  # may not exist yet
     """Return the folder RUN/evaluation.begun/HASH, which holds an evaluation until it is finished.
 
-    HASH identifies everything that influences images and scores. Raises InputError if the run has no trained weights.
+    HASH identifies the settings without the number of threads, the arms, the prompts and the weights.
+    Raises InputError if the run has no trained weights.
     """
     identity = {
         "settings": settings.model_dump(mode="json", exclude={"threads"}),

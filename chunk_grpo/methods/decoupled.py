@@ -86,9 +86,10 @@ def levels_of_chunks(
 class Decoupled(Method):
     """Base class of the methods that sample images by the ODE and train the velocity at these images with new noise.
 
-    A level is an index in the sampler's noise levels, at which an image is noised. A subclass overrides `losses`, and also
-    `statistic` and `objective` unless its negative loss serves as the log-probability of a ratio. If it overrides
-    `chunks`, each chunk that its function returns is one chunk sample.
+    A level is the index of one of the sampler's noise levels, to which a final image is noised. A subclass overrides
+    `losses`; `statistic` too if `losses` returns several tensors; and `objective` unless the negative loss serves as the
+    log-probability of a ratio. A chunk sample is one level of one image or, if `sample_is_chunk` is True, one chunk of
+    levels. It is always True for a subclass that overrides `chunks`.
     """
 
     has_log_prob = False
@@ -134,12 +135,12 @@ class Decoupled(Method):
 
     def chunks(
         self,
-        profile: Tensor,  # (n,) mean relative distance of the transition from each trainable level, under the base
+        profile: Tensor,  # (n,) mean relative distance of the transition from each trainable level
     ) -> Chunks:
         """Divide the n trainable levels into chunks; training computes one statistic per chunk and image.
 
         If `sample_is_chunk` is True, these are the chunks of the setting `chunks`. Otherwise every level is a chunk of size
-        1, and the setting only determines which levels are sampled.
+        1, and the setting determines only which levels are sampled for training (`selection_chunks`).
         """
         if self.sample_is_chunk:
             return super().chunks(profile)
@@ -147,7 +148,7 @@ class Decoupled(Method):
 
     def selection_chunks(
         self,
-        profile: Tensor,  # (n,) mean relative distance of the transition from each trainable level, under the base
+        profile: Tensor,  # (n,) mean relative distance of the transition from each trainable level
     ) -> Chunks:
         """Divide the n trainable levels into the chunks from which `select_chunks` samples.
 
@@ -160,7 +161,7 @@ class Decoupled(Method):
     def chunks_of_levels(
         self,
         paths: Trajectories,  # trajectories of B images
-        profile: Tensor,  # (T,) mean distance of each transition under the base
+        profile: Tensor,  # (T,) mean distance of each transition
     ) -> Chunks | list[Chunks]:
         """Group the trainable noise levels into chunks, from which `select_chunks` later samples.
 
@@ -176,12 +177,12 @@ class Decoupled(Method):
     def partition(
         self,
         trajectories: Trajectories,  # trajectories of B images
-        profile: Tensor,  # (T,) mean distance of each transition under the base
+        profile: Tensor,  # (T,) mean distance of each transition
     ) -> Chunks | list[Chunks]:
-        """Return the chunks that become chunk samples: those of `chunks_of_levels`, or one chunk per level.
+        """Return the chunks that become chunk samples.
 
-        They are the former if `sample_is_chunk` is True. One chunk per level is returned as a list with one partition per
-        image if images may train different numbers of levels, and else as one partition for all images.
+        If `sample_is_chunk` is True, these are the chunks of `chunks_of_levels`. Otherwise every level is a chunk, and the
+        result is one partition for all images, or a list with one per image if images may train different numbers of levels.
         """
         chunks = self.chunks_of_levels(trajectories, profile)
         if self.sample_is_chunk:
@@ -202,13 +203,13 @@ class Decoupled(Method):
         self,
         trajectories: Trajectories,  # trajectories of B images
         chunks: Chunks | list[Chunks],  # returned by `partition`
-        profile: Tensor,  # (T,) mean distance of each transition under the base
+        profile: Tensor,  # (T,) mean distance of each transition
         iteration: int,  # 0, 1, ...
     ) -> Tensor:  # (B, k) long, padded with -1
-        """Select the chunks of `chunks` that each image trains, and return their numbers.
+        """Sample the chunks that each image trains, and return their numbers in `chunks`.
 
-        If each chunk is a single level and `sample_is_chunk` is False, the function samples from `chunks_of_levels`
-        instead, and returns the indices of all levels in the sampled chunks. Otherwise it samples from `chunks`.
+        If every chunk is a single level and `sample_is_chunk` is False, whole chunks of `chunks_of_levels` are sampled, and
+        the result lists all their levels: chunk k of `chunks` is then level k. Otherwise `chunks` itself is sampled.
         """
         settings = self.settings
         partitions = [chunks] if isinstance(chunks, Chunks) else chunks
@@ -380,7 +381,7 @@ class VGrpo(Elbo):
         self,
         trajectories: Trajectories,  # trajectories of B images
         chunks: Chunks | list[Chunks],  # returned by `partition`: one chunk per level, K in all
-        profile: Tensor,  # (T,) mean distance of each transition under the base; not used
+        profile: Tensor,  # (T,) mean distance of each transition; not used
         iteration: int,  # 0, 1, ...; not used
     ) -> Tensor:  # (B, k) long chunk numbers, increasing; the same for all images of a group
         """Sample one chunk from each of k strata, so that the sampled levels cover the whole grid evenly.
@@ -555,7 +556,10 @@ def _check_credit_changes_order(settings: Settings) -> None:
 
 
 class GroupDpo(Decoupled):
-    """DGPO (2510.08425): weigh the loss of an image by its advantage, and less if the policy already separates its group."""
+    """DGPO (2510.08425): weight the loss of an image by its advantage; groups that the policy already separates count less.
+
+    A group is separated if its good images have a smaller loss than under the base, and its bad images a larger one.
+    """
 
     beta = 100.0  # factor in the sigmoid that computes the weight
     trainable_fraction = 0.6
@@ -595,7 +599,7 @@ class GroupDpo(Decoupled):
         negative_loss = negative_loss + log_ratio - log_ratio.detach()
         _, group_index = terms.group.unique(return_inverse=True)
 
-        # Centring within the group makes the weight small if the group is separated already.
+        # This difference is the group's mean logit, which makes the weight small if the group is separated already.
         logit = -advantage * self.beta * gain.detach()
         weight = (logit - subtract_group_mean(logit, group_index)).sigmoid()
 

@@ -13,7 +13,7 @@ from ..training.method_loading import load_method
 
 # %% ../../nbs/08_methods/00_table.ipynb #ed9f36df
 def _describe_noise(settings: Settings, method: Method) -> str:
-    """Name the setting `sampler`, and those of `window`, `merge` and `solver` that are not the defaults.
+    """Return the value of `sampler`, followed by the values of `window`, `merge` and `solver` that are not the defaults.
 
     Returns "ODE" if no transition has noise.
     """
@@ -30,7 +30,7 @@ def _describe_noise(settings: Settings, method: Method) -> str:
 
 
 def _describe_start(settings: Settings) -> str:
-    """Name the setting `sharing`, or return "one noise", with `noise_spread` if above 0, if `shared_noise` is true."""
+    """Return "one noise", with `noise_spread` if it is above 0, if `shared_noise` is true; else the value of `sharing`."""
     if not settings.shared_noise:
         return settings.sharing
     if settings.noise_spread > 0:
@@ -39,7 +39,7 @@ def _describe_start(settings: Settings) -> str:
 
 
 def _describe_credit(settings: Settings) -> str:
-    """Name the setting `credit`, and those of `credit_of`, `completion_strides` and `diversity` that are not the defaults."""
+    """Return the value of `credit`, and describe `credit_of`, `completion_strides` and `diversity` if not the defaults."""
     choices = [settings.credit]
     if settings.credit_of != "image":
         choices.append(settings.credit_of)
@@ -51,7 +51,7 @@ def _describe_credit(settings: Settings) -> str:
 
 
 def _describe_grouping(settings: Settings) -> str:
-    """Name the setting `chunks` and, if it is above 0, `profile_every`: for example "profile, every 10"."""
+    """Return the value of `chunks` and, if it is above 0, that of `profile_every`: for example "profile, every 10"."""
     if settings.profile_every > 0:
         return f"{settings.chunks}, every {settings.profile_every}"
     return settings.chunks
@@ -61,9 +61,9 @@ def _describe_selection(
     settings: Settings,
     samples_are_chunks: bool,  # False: each level has its own ratio, and `chunks` only selects levels
 ) -> str:
-    """Name the setting `chunk_fraction`, and those of `train_chunks` and `step_weights` that are not the defaults.
+    """Return the value of `chunk_fraction`, with those of `train_chunks` and `step_weights` that are not the defaults.
 
-    The setting `chunks` is named too if it only selects levels.
+    The value of `chunks` is added if `chunks` only selects levels: for example "1 of chunks 3,4 of 2,3,4,8".
     """
     phrases = [f"{settings.chunk_fraction:g}"]
     if settings.train_chunks != "all":
@@ -94,7 +94,7 @@ def _describe_anchor(settings: Settings) -> str:
 def describe_axes(settings: Settings) -> dict[str, str]:
     """Describe a method's choice on every axis of the table as text, such as "2,3,4,7" for grouping, keyed by axis.
 
-    The keys are noise, start, credit, likelihood, grouping, surrogate, where and anchor, and "drawn by": "present" if
+    The keys are noise, start, credit, likelihood, grouping, surrogate, where and anchor, and "sampled by": "current" if
     the current weights sample the images, else the name of the reference weights that do.
     """
     method = load_method(settings)
@@ -117,7 +117,7 @@ def describe_axes(settings: Settings) -> dict[str, str]:
         "surrogate": entry.get("surrogate", settings.surrogate),
         "where": _describe_selection(settings, samples_are_chunks),
         "anchor": _describe_anchor(settings),
-        "drawn by": method.sampling_reference or "present",
+        "sampled by": method.sampling_reference or "current",
     }
 
 

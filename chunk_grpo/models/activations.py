@@ -80,6 +80,8 @@ class _GpuNumberFormats(TorchFunctionMode):
                 lambda x: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x,
                 (args, kwargs),
             )
+        # Like a GPU's kernel, this one saves no query-key matrix. It takes no mask; a mask would be
+        # the keyword `attn_mask` or the fourth positional argument.
         if is_attention and kwargs.get("attn_mask") is None and len(args) <= 3:
             tensors = [*args, *(kwargs[n] for n in ("query", "key", "value")[len(args) :])]
             return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*tensors)[0]

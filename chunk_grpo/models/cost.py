@@ -240,6 +240,7 @@ def latent_numel(
     resolution: int | tuple[int, int],  # side length or (height, width), pixels
 ) -> int:
     """Return the number of values in the latents of one image."""
+    # The number of text tokens, here 16, has no effect on the latents.
     return build_meta_policy(config, resolution, 16).noise(torch.Generator()).numel()
 
 

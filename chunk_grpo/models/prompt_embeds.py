@@ -336,8 +336,9 @@ def encode_prompts(
     With classifier-free guidance it also contains the rows of each prompt's negative prompt, under the same names with
     the prefix `negative_`. Raises InputError if the encoders fail, or a value is too large for the dtype float16.
     """
-    negatives = policy.get_negative_prompts(prompts)
+    negatives = policy.get_negative_prompts(prompts)  # empty without classifier-free guidance
     distinct_negatives = list(dict.fromkeys(negatives))
+    # The first rows are those of the prompts, the others those of the distinct negative prompts.
     if policy.pipe is not None:  # its encoders are in memory, and they may not be those of a folder
         rows = _encode_in_memory(policy, [*prompts, *distinct_negatives])
     else:

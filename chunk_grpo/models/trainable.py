@@ -288,7 +288,7 @@ def save_trained_weights(
         )
     else:
         policy.transformer.save_pretrained(str(folder))
-    # Only the owner may read the files: give them the permissions of the folder.
+    # The files were written readable by their owner alone; give them the permissions of the folder.
     for file in Path(folder).glob("*.safetensors"):
         file.chmod(Path(folder).stat().st_mode & 0o666)
 

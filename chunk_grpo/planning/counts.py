@@ -168,7 +168,7 @@ class EvaluationForwards(NamedTuple):
     """The forward passes that the evaluation after a run makes with one sampler: the ODE, or the sampler of training."""
 
     arms: int  # number of arms with this sampler, such as base and trained weights
-    per_image: int  # forward passes per image and arm
+    per_image: int  # forward passes per image and arm; with guidance two per step
     sizes: tuple[
         int | tuple[int, int], ...
     ]  # sizes of the images: each a side length or (height, width), in pixels

@@ -103,8 +103,8 @@ def estimate_new_disk_bytes(
 ) -> tuple[int, int]:  # bytes in the run folder; bytes in the store of embeddings
     """Estimate how many bytes a run will write to its folder and to the store of prompt embeddings.
 
-    The function reads the model's configuration and the prompt lists, and subtracts the bytes that the store already holds.
-    The evaluation after the run is included.
+    The function reads the model's configuration and the prompt lists, and subtracts the bytes that the store already holds,
+    even if they are embeddings of other prompts or another model. The evaluation after the run is included.
     """
     prompts = len(read_run_prompts(settings, "prompts"))
     held_out = len(read_run_prompts(settings, "eval_prompts"))

@@ -351,8 +351,8 @@ def _describe_shares(
 
 
 def _describe_device(
-    settings: Settings,
-    config: ModelConfig,
+    settings: Settings,  # of the run
+    config: ModelConfig,  # of the model's networks
     name: str,  # name of the device, as in `find_device`
     share: float | None,  # share of the device's rate that a run reaches; None: measured or assumed
     processes: int,  # number of processes, one per device
@@ -370,11 +370,11 @@ def _describe_device(
         processes=processes,
         counts=counts,
     )
-    rate = getattr(device, settings.dtype)
+    rate = getattr(device, settings.dtype)  # TFLOP/s
     shares = phase_shares(settings, config, device, share)
     iteration = sum(phases.values())  # seconds
 
-    # Memory: does the run fit, and what would make it fit?
+    # Memory: does the run fit, and what would make it fit? `least` is a number of bytes.
     fits = device.fits(total)
     verdict = "fits" if fits else "does not fit"
     rows = [

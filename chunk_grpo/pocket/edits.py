@@ -274,8 +274,8 @@ def matches_edit(
 ) -> bool:
     """Return True if an image shows exactly the scene after the edit, no more and no less.
 
-    An added object may be anywhere, as long as it touches no other. Raises InputError if the edit is impossible, except for
-    an addition, which is not checked.
+    An added object may be anywhere, as long as it touches no other: objects that touch are detected as one patch. Raises
+    InputError if the edit is impossible, except for an addition, which is not checked.
     """
     remaining = list(things)
     is_addition = edit.kind == "add"

@@ -148,7 +148,7 @@ _KNOB_RADIUS = 8  # pixels; the track of a slider is this much shorter at each e
 def _boundary_sliders(
     chunks: Chunks,  # K chunks, which have K - 1 boundaries
     on_move: Callable[[int, int], None],  # called with a boundary's index and its new transition
-    edges: Sequence[float],  # left ends of transitions 0 and n, as shares of the figure's width
+    edges: Sequence[float],  # start of transition 0, end of n - 1, as shares of the figure's width
 ) -> list[W.HBox]:
     """Return a slider for every boundary, with its knob below the boundary that it moves.
 
@@ -158,11 +158,12 @@ def _boundary_sliders(
     free = chunks.transitions - len(chunks)  # how far each boundary can move, in transitions
     if not free or len(chunks) > _MAX_SLIDER_CHUNKS:
         return sliders
-    unit = 100 * (edges[1] - edges[0]) / chunks.transitions  # of a transition, % of the width
+    transition_width = 100 * (edges[1] - edges[0]) / chunks.transitions  # % of the figure's width
     fixed = {"margin": "0", "flex": "0 0 auto"}
     for j, chunk in enumerate(chunks.slices[1:]):
-        left = f"calc({100 * edges[0] + unit * (j + 1):.2f}% - {_KNOB_RADIUS}px)"
-        width = f"calc({unit * free:.2f}% + {2 * _KNOB_RADIUS}px)"
+        # The label fills the space left of the slider, which spans what the boundary can reach.
+        left = f"calc({100 * edges[0] + transition_width * (j + 1):.2f}% - {_KNOB_RADIUS}px)"
+        width = f"calc({transition_width * free:.2f}% + {2 * _KNOB_RADIUS}px)"
         label = W.Label(f"chunk {j + 2}", layout=fixed | {"width": left})
         slider = W.IntSlider(
             chunk.start, j + 1, j + 1 + free, readout=False, layout=fixed | {"width": width}

@@ -477,16 +477,18 @@ def load_placed_reward(
     # `WorkerOptions` or of `RemoteReward`
     **options: Any,
 ) -> Callable:  # (images, prompts) -> scores
-    """Load a reward in this process, a child process, another environment or a server, as its options say, and return it.
+    """Load a reward that runs in this process, a child process, another environment or on a server, and return it.
 
-    Without options about the place, the reward runs in this process; ocr always runs in its own environment or on a
-    server. Raises InputError if an option is wrong or would have no effect, or if the options name more than one place.
+    The options name the place. Without such an option, the reward runs in this process; ocr always runs in its own
+    environment or on a server. Raises InputError if an option is wrong or would have no effect, or if the options name
+    more than one place.
     """
     # OCR needs packages that this environment lacks, so it cannot run in this process.
     if name == "ocr" and not (options.get("url") or options.get("environment")):
         if options.pop("worker", None):
             raise InputError("`worker` must be left out for ocr, which runs in the environment ocr")
         options["environment"] = "ocr"
+    # `backend` chooses between this package's scorer (plain) and the HPSv3 authors' package.
     has_backend = name == "hpsv3" and "backend" in options
     backend = options.pop("backend") if has_backend else "plain"
     if backend not in ("plain", "package"):

@@ -326,7 +326,7 @@ def find_rejected_prompt(
     """Find a prompt that a reward rejects; return its index and the error as one line, or None if it accepts all.
 
     First `check_prompt` is called for every prompt, then `category` for every prompt, then `check_record` for every
-    record, as far as the reward has these methods. The search ends at the first error.
+    record; a method that the reward lacks is skipped. The search ends at the first error.
     """
     if records is None:
         records = [{"prompt": prompt} for prompt in prompts]
@@ -546,6 +546,7 @@ def _exit_with_parent(parent_pid: int) -> None:
     """Wait until the parent process has ended, then end this process and everything it started."""
     while os.getppid() == parent_pid:
         time.sleep(0.5)
+    # `LocalServer` starts this process as the leader of a group, which holds all that it started.
     if os.getpgrp() == os.getpid():
         os.killpg(os.getpid(), signal.SIGKILL)
     os._exit(1)

@@ -245,6 +245,7 @@ def rename_open_clip(
     """
     renamed = {}
     for name, weight in weights.items():
+        # Groups: vision tower or not, number of the block, name within the block, weight or bias.
         block = re.fullmatch(
             r"(visual\.)?transformer\.resblocks\.(\d+)\.(.+)\.?(weight|bias)", name
         )
@@ -256,8 +257,9 @@ def rename_open_clip(
             continue
         tower = "vision_model" if block[1] else "text_model"
         layer = f"{tower}.encoder.layers.{block[2]}"
-        part = block[3].rstrip("._")
+        part = block[3].rstrip("._")  # "attn.in_proj_weight" has an underscore before "weight"
         if part == "attn.in_proj":
+            # open_clip stores queries, keys and values in one tensor, in this order.
             for letter, matrix in zip("qkv", weight.chunk(3), strict=True):
                 renamed[f"{layer}.self_attn.{letter}_proj.{block[4]}"] = matrix
         else:

@@ -219,6 +219,7 @@ def image_statistics(
         # Folding keeps the harmonics of the period and cancels all other waves.
         folded = centred.reshape(height // period, period, width // period, period).mean((0, 2))
         share = folded.square().mean() / centred.square().mean().clamp(min=1e-12)
+        # In noise the share is (period^2 - 1) / (height * width - 1), so `grid` is about 1.
         grid = share * (height * width - 1) / (period**2 - 1)
         saturation = (image.amax(0) - image.amin(0)).mean()
         rows.append(torch.stack([saturation, fine.square().mean().sqrt(), grid])[None])

@@ -332,7 +332,7 @@ def _find_rejected_prompt(
     """Find a prompt that a reward rejects; return its index and the error's message, or None if it rejects none.
 
     First `check_prompt` is called for every prompt, then `category` for every prompt, then `check_record` for every
-    record, as far as the reward has these methods. The search ends at the first error.
+    record; a method that the reward lacks is skipped. The search ends at the first error.
     """
     values_by_method = {"check_prompt": prompts, "category": prompts, "check_record": records}
     for name, values in values_by_method.items():

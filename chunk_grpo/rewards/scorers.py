@@ -76,9 +76,9 @@ def resolve_device(
     """Check the options of a scorer, and return its device and precision.
 
     The device auto is the current GPU, or the CPU if there is no GPU; a GPU is returned with its number. The dtype auto is
-    float32 unless `large` is True. Also turns TF32 off in this process, so that float32 products have full precision.
-    Raises InputError if this machine does not have the device, if the precision is unknown, or if the batch size is
-    below 1.
+    float32, or bfloat16 for a large model on a GPU. Also turns TF32 off in this process, so that float32 products have
+    full precision. Raises InputError if this machine does not have the device, if the precision is unknown, or if the
+    batch size is below 1.
     """
     use_full_float32()
     if type(batch_size) is not int or batch_size < 1:

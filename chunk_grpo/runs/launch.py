@@ -113,7 +113,10 @@ def _train_in_process(
     ):
 
         def write_line(text: str) -> None:
-            """Write a line to the log; print it, too, if it is a warning or describes the adapted layers."""
+            """Write a line to the log; print it, too, if it is a warning or describes the adapted layers.
+
+            Only the first process calls this function (see `train_run`); in the others `log` is None.
+            """
             log.write(f"{text}\n".encode())
             log.flush()
             if text.startswith("warning: "):
@@ -197,7 +200,7 @@ def _explain_first_failure(
     """
 
     def failure_time(rank: int) -> float:
-        """Return when a worker failed: 0 if it was killed, infinity if the agent ended it."""
+        """Return when a worker failed: 0 if it was killed, infinity if the agent ended it or it left no error file."""
         was_killed = failures[rank].exitcode < 0 and -failures[rank].exitcode != signal.SIGTERM
         default = 0.0 if was_killed else float("inf")
         return failures[rank].error_file_data.get("time", default)

@@ -25,7 +25,7 @@ import torch
 
 from .. import InputError
 from ..core.files import RunInfo, read_json
-from ..core.machine import die_with_parent, terminate_process_group
+from ..core.machine import die_with_parent, gpu_variable, terminate_process_group
 
 # %% ../../nbs/09_runs/02_processes.ipynb #74ccb3c1
 def _core_count() -> int:
@@ -61,7 +61,7 @@ def _share_environment(
     process_index: int,  # from 0
     process_count: int,
 ) -> dict[str, str]:
-    """Return this process's environment, changed so that a child process gets one GPU and its share of the cores.
+    """Return this process's environment, changed so that a child process gets one of its GPUs and a share of the cores.
 
     Without a GPU the child process gets one thread. OMP_NUM_THREADS is kept if it is set.
     """
@@ -72,7 +72,7 @@ def _share_environment(
         "OMP_NUM_THREADS": str(threads)
     } | os.environ  # a number set by the user takes precedence
     if gpus:
-        environment["CUDA_VISIBLE_DEVICES"] = str(process_index % gpus)
+        environment["CUDA_VISIBLE_DEVICES"] = gpu_variable(process_index % gpus)
     return environment
 
 

@@ -235,7 +235,10 @@ def check_new_folder(
     out: Path,  # the folder
     for_run: bool = False,  # allow the files that a killed start of a run leaves behind
 ) -> None:
-    """Raise InputError unless the folder is new or empty and can be written to."""
+    """Raise InputError unless the folder is new or empty and can be written to.
+
+    A folder inside evaluation/ or samples/ of a run is rejected, too, because the run may replace these.
+    """
     if (out / "run.json").is_file():
         raise InputError(f"`out` must be a new folder; {out} holds a run, which can be resumed")
     if out.exists() and not out.is_dir():
@@ -365,10 +368,11 @@ def check_trust(
     origin = run_origin(run)
     if origin == "own":
         return
-    if origin == "edited":
+    if origin == "edited":  # created here, but its code has changed since
         if not trust:
             _check_edited_code(run, settings, loads_rewards)
         return
+    # From here on, the run comes from elsewhere.
     if trust:
         _check_modules_outside_working_folder(settings)
         return
@@ -455,6 +459,7 @@ def _describe_untrusted(
     )
     if not is_known_model:
         untrusted.append(f"the model {settings.model} of the hub")
+    # Options may name an environment, a server or a file, so built-in rewards need a check, too.
     untrusted += [f"{name} with {options[name]}" for name in reward_names if options.get(name)]
     return untrusted
 

@@ -20,6 +20,7 @@ from ..core.files import read_json_lines
 from ..core.settings import PRESETS_DIR
 from ..core.validation import read_yaml_file, validation_message
 from . import analysis
+from .design import load_study
 
 # %% ../../nbs/13_studies/06_agreement.ipynb #74e03b39
 class PublishedTable(BaseModel):
@@ -275,19 +276,20 @@ def method_scores(
 def shipped_scores(
     outcome: str = "pocket-geneval",  # reward whose gain is the score
 ) -> tuple[dict[str, float], str]:  # score of each method, and a sentence that names their source
-    """Compute the scores of methods from the rows in this package: the referee's if they are complete, else preliminary ones."""
-    scores: dict[str, float] = {}
-    sources = []
-    for name in _REFEREE:
-        study = analysis.describe_study(name)
-        rows = analysis.load_study_rows(name)
-        planned = {(arm, seed) for arm, seeds in study["seeds_of_arm"].items() for seed in seeds}
-        if planned <= {(row["arm"], row["seed"]) for row in rows}:
-            scores |= method_scores(rows, outcome, study["arms"])
-            sources.append(name)
-    if scores:
-        source = f"our scores are those of {len(scores)} tuned methods in {' and '.join(sources)}"
-        return scores, source
+    """Compute the scores of methods from the rows in this package.
+
+    They are those of the referee and its field if every planned trial of both has a row, else those of the preliminary
+    comparison. The referee alone shares too few methods with the published tables.
+    """
+    rows_of_study = {name: analysis.load_study_rows(name) for name in _REFEREE}
+    if all(load_study(name).is_complete(rows) for name, rows in rows_of_study.items()):
+        scores: dict[str, float] = {}
+        for name, rows in rows_of_study.items():
+            scores |= method_scores(rows, outcome, load_study(name).arms)
+        return (
+            scores,
+            f"our scores are those of {len(scores)} tuned methods in {' and '.join(_REFEREE)}",
+        )
     rows = []
     for name in _PRELIMINARY:
         rows += read_json_lines(analysis.STUDY_ROWS_FOLDER / f"{name}.jsonl")

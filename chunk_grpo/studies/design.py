@@ -141,6 +141,11 @@ class Study(BaseModel):
         """Return the seeds of one arm, which begin at `first_seed`: as many as `more_seeds` gives for it, else `seeds`."""
         return range(self.first_seed, self.first_seed + self.more_seeds.get(arm, self.seeds))
 
+    def is_complete(self, rows: Iterable[Mapping]) -> bool:
+        """Return whether every planned seed of every arm has a row; a row has the keys arm and seed."""
+        finished = {(row["arm"], row["seed"]) for row in rows}
+        return all((arm, seed) in finished for arm in self.arms for seed in self.seeds_of(arm))
+
     def grid_of(self, arm: str) -> dict[str, list[Any]]:
         """Return the values that an arm tries in tuning, keyed by setting: `tune`, then the arm's entry in `tune_own`."""
         return {**self.tune, **self.tune_own.get(arm, {})}

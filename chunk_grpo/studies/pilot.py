@@ -185,13 +185,14 @@ def next_points(
             tried = sorted(values, key=lambda x: (isinstance(x, str), x))
             if not _are_all_numbers(tried):
                 continue
+            # Continue in the same ratio: 1e-4 and 2e-4 are followed by 2e-4 * (2e-4 / 1e-4).
             if best["settings"][name] == tried[0]:
-                last, last_but_one = tried[0], tried[1]
+                end, neighbour = tried[0], tried[1]
             else:
-                last, last_but_one = tried[-1], tried[-2]
-            if min(last, last_but_one) <= 0:
+                end, neighbour = tried[-1], tried[-2]
+            if min(end, neighbour) <= 0:
                 continue  # a geometric sequence needs positive numbers
-            value = last**2 / last_but_one
+            value = end**2 / neighbour
             if all(isinstance(x, int) for x in tried):
                 value = round(value)
             else:
@@ -238,8 +239,16 @@ def allowed_points(
     return allowed
 
 
-def _nearby_points(point: Mapping, best: Mapping) -> list[dict]:
-    """Return points that have another whole number beyond those tried, the nearest first."""
+def _nearby_points(
+    point: Mapping,  # an invalid point from `next_points`, keyed by setting
+    best: Mapping,  # best point of the same arm, from `choose_settings`
+) -> list[dict]:
+    """Return points that can replace an invalid point, the nearest first.
+
+    Each has another whole number beyond all that the arm tried, at most twice the invalid one. The list is empty if the
+    invalid value is not a whole number.
+    """
+    # A point from `next_points` differs from the arm's best point in exactly one setting.
     changed = next(name for name, value in point.items() if value != best["settings"][name])
     value = point[changed]
     if not isinstance(value, int) or isinstance(value, bool):

@@ -30,7 +30,7 @@ import chunk_grpo
 from .. import InputError
 from ..core import settings as setting
 from ..core.files import atomic_write, read_json, read_json_lines, sha256_of, write_json
-from ..core.machine import raise_on_sigterm
+from ..core.machine import gpu_variable, raise_on_sigterm
 from ..core.user_code import code_hashes
 from ..evaluation import evaluate
 from ..runs import launch, run_folder
@@ -143,7 +143,11 @@ def _preservation_counts(
 def _evaluation_results(
     run: Path,  # run folder with a finished evaluation
 ) -> dict:  # keyed by scores, categories and preserved, then by arm of the evaluation and reward
-    """Return the rounded scores of an evaluation, the means per category, and counts of what training preserved."""
+    """Return the results of an evaluation as the row of its trial stores them.
+
+    `scores` holds the rounded score of each held-out prompt, and `categories` the mean score per category. `preserved`
+    counts what training kept, lost and gained, for all arms except those of the base.
+    """
     records = run_folder.read_evaluation_records(run)
     rewards = run_folder.read_evaluation_summary(run)["rewards"]
     arms = list(dict.fromkeys(record["arm"] for record in records))
@@ -327,10 +331,10 @@ def read_looks(
     out: Path,  # the study's folder of runs
     plan: Mapping | None,  # the study's current plan record; None: only plans in its trials count
 ) -> list[int]:  # ascending
-    """Return, for each interim look at a study's outcomes, the number of trials that had finished.
+    """Return the interim looks at a study's outcomes, each as the number of trials that had finished by then.
 
-    Collects the looks from `peeks.json`, from the trials' files, and from the rows in results.jsonl that have the
-    study's plan.
+    Collects the looks from `peeks.json`, from the trials' files, and from the rows in results.jsonl whose plan is the
+    current one or that of a trial in this folder.
     """
     looks = read_json(out / "peeks.json")["finished"] if (out / "peeks.json").is_file() else []
     plans = [trial_plan for folder in out.glob("[!.]*/") for trial_plan in trial_plans(folder)]
@@ -462,7 +466,7 @@ class LocalPool:
     ) -> Future:  # its result is the row and the seconds
         """Start or resume a trial in a thread."""
         if self.gpus:
-            environment = os.environ | {"CUDA_VISIBLE_DEVICES": str(slot % self.gpus)}
+            environment = os.environ | {"CUDA_VISIBLE_DEVICES": gpu_variable(slot % self.gpus)}
         else:
             environment = os.environ | {"OMP_NUM_THREADS": str(trial.settings.threads or 1)}
 

@@ -503,11 +503,8 @@ def complete_rows(
     home = find_study_folder(protocol)
     if not home.resolve().is_relative_to(STUDIES_FOLDER.resolve()):
         return []
-    study = load_study(protocol)
     rows = analysis.load_study_rows(home.name)
-    finished = {(row["arm"], row["seed"]) for row in rows}
-    planned = {(arm, seed) for arm in study.arms for seed in study.seeds_of(arm)}
-    return rows if planned <= finished else []
+    return rows if load_study(protocol).is_complete(rows) else []
 
 
 def plan_content(
@@ -869,6 +866,8 @@ def _write_plans(
     tuned_by_protocol = {arm: tuned[arm] for arm in (study.reference, *other_arms) if arm in tuned}
     write_plan(plan, content, protocol, checked.path)
     if other_arms:
+        # The stored rows are those of tuned arms, so tuned.yaml is needed to compare them with new
+        # trials; it is deleted afterwards. An arm is left out if a trial of it has no stored row.
         with atomic_write(plan / TUNED_FILE) as temporary:
             temporary.write_text(dump_yaml(tuned_by_protocol, width=120), encoding="utf-8")
         stale = set()

@@ -104,13 +104,14 @@ class Chunks:
 # %% ../../nbs/00_theory/02_chunks.ipynb #d8892eab
 def chunks_from_setting(
     text: str,  # the setting `chunks`: "2,3,4,7", "steps", "whole", "equal:SIZE" or "profile"
-    # number of trained transitions: the sampling steps except the deterministic last one
+    # number of trained transitions: all but the deterministic last one, or those of a window
     transitions: int,
     profile: Chunks | None = None,  # chunks for "profile", measured on the base model
 ) -> Chunks:
     """Return the chunks that the setting `chunks` describes.
 
-    Raises InputError if the text has none of the five forms or its sizes do not add up to `transitions`.
+    Raises InputError if the text has none of the five forms, if it is "profile" and `profile` is None, or if the sizes do
+    not add up to `transitions`.
     """
     word, _, size = text.strip().partition(":")
     if word == "equal" and re.fullmatch("[0-9]{1,6}", size):
@@ -125,6 +126,7 @@ def chunks_from_setting(
             "`chunks` must be sizes like 2,3,4,7, or steps, whole, equal:SIZE, profile or adaptive; "
             f"got {text!r}"
         )
+    # Any text that is not one of the names is a list of sizes
     chunks = named.get(text.strip(), lambda _: Chunks.parse(text))(transitions)
     if chunks.transitions != transitions:
         raise InputError(

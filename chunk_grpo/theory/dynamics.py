@@ -149,7 +149,7 @@ def chunk_weights(
     distance: Tensor,  # relative distance of each trained transition of B trajectories, (B, n)
     chunks: Chunks,  # K chunks of n transitions
 ) -> Tensor:  # (B, K), rows sum to 1
-    """Compute the sampling weight of each chunk, equation (16): its mean distance over the sum of all chunks' means.
+    """Compute the sampling weight of each chunk, equation (16): its mean distance, divided by the sum of all chunks' means.
 
     Raises InputError if the shapes do not fit, a mean distance is negative or not finite, or a row is all zero.
     """

@@ -28,7 +28,7 @@ def _score_completions_of_one_size(
     levels: Tensor,  # (n + 1,) long, indices of the noise levels that the ODE visits; the last is T
     image_index: Tensor,  # (b,) long, positions of images of the same size, in whole groups
 ) -> dict[str, Tensor]:  # raw scores (b,), keyed by reward
-    """Integrate the ODE from states of images of one size, at the first of the levels, and score the resulting images."""
+    """Complete trajectories of one image size by the ODE, from their states at the first level, and score the images."""
     start = int(levels[0])
     paths = context.trajectories
     policy = state.policy
@@ -52,6 +52,7 @@ def _score_completions_of_one_size(
     images = decode_latents(policy, final, batch)
 
     scores = {}
+    # number of each image's group among these images
     groups = [i // state.settings.images_per_prompt for i in range(len(prompts))]
     for name in state.reward_weights:
         reward = state.rewards[name]
@@ -229,18 +230,20 @@ def anchored_images(
 ) -> Tensor | None:  # (B,) bool; None: all, because `anchor_share` is 1
     """Select the images to which the anchor's penalty applies, a share `anchor_share` of the images of all processes.
 
-    They are those whose win rate within their group by the trained reward exceeds that by the other rewards most.
+    These have the largest differences between the win rate by the trained reward and the mean win rate by the other
+    rewards. An image's win rate is the share of the other images of its group that score lower.
     """
     if state.settings.anchor_share >= 1:
         return None
     share = state.settings.anchor_share
 
-    def outrun(gathered: dict[str, Tensor]) -> Tensor:
+    def select(gathered: dict[str, Tensor]) -> Tensor:
         """Return True for each selected image, among those of all processes."""
         trained = gathered.pop("")
         return credit.select_exploiting_images(trained, list(gathered.values()), share)
 
-    return _apply_to_all_groups(state, {"": combined, **other_scores}, outrun)
+    # No reward has an empty name, so "" can stand for the sum of the trained rewards.
+    return _apply_to_all_groups(state, {"": combined, **other_scores}, select)
 
 
 def weigh_by_distance(

@@ -102,11 +102,11 @@ def check_statistic(
     value: object,  # what `statistic` returned
     transition_count: int,  # m, number of transitions
 ) -> None:
-    """Raise InputError unless the statistic holds finite numbers of the shape (m,) or (m, k) that the objective reads.
+    """Raise InputError unless the statistic is a finite float tensor of the shape that the method's objective requires.
 
-    The package's objective reads (m,), or (m, 2) with the surrogate dppo. A method's own objective reads
-    (m, statistic_size), or (m,) if `statistic_size` is 0; without a ratio it may then read any number of columns too.
-    Once a method has passed, later calls return without checking.
+    The package's own `objective` requires (m, 2) with the surrogate dppo, and (m,) otherwise. An overridden `objective`
+    requires (m, statistic_size), or (m,) if `statistic_size` is 0. If `has_ratio` is False and `statistic_size` is 0,
+    (m, k) with any k is accepted too. Once a method has passed, later calls return without checking.
     """
     if "statistic" in method.checked:
         return

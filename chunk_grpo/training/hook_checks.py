@@ -23,7 +23,10 @@ from .rollout import Trajectories
 def describe_value(
     value: object,  # what a function returned
 ) -> str:
-    """Describe a value for an error message, such as "float32 of shape (2, 4)" for a tensor, or else "a list"."""
+    """Describe a value for an error message: a tensor as "float32 of shape (2, 4)", anything else by its type, "a list".
+
+    The text also says if a tensor has numbers that are not finite.
+    """
     if not isinstance(value, Tensor):
         return f"a {type(value).__name__}"
     broken = "" if bool(value.isfinite().all()) else " with numbers that are not finite"

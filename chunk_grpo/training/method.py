@@ -187,7 +187,7 @@ class Method:
 
     def chunks(
         self,
-        profile: Tensor,  # (n,), mean relative distance of each trainable step under the base
+        profile: Tensor,  # (n,), mean relative distance of each trainable step
     ) -> Chunks:  # their sizes add up to n
         """Divide the n trainable steps into chunks of consecutive steps; the transitions of a chunk share one ratio."""
         rule = self.settings.chunk_rule
@@ -203,14 +203,14 @@ class Method:
     def partition(
         self,
         trajectories: Trajectories,  # of B images
-        profile: Tensor,  # (T,) mean relative distance of each transition under the base
+        profile: Tensor,  # (T,) mean relative distance of each transition
     ) -> (
         Chunks | list[Chunks]
     ):  # the same chunks for all images, or a list with those of each image
         """Divide the trainable steps of an iteration's trajectories into chunks.
 
-        With adaptive chunks each image has its own, unless a subclass overrides `chunks`: it divides the steps of all images
-        by the profile.
+        With adaptive chunks each image has its own. If a subclass overrides `chunks`, however, all images have the chunks
+        that this function returns for the profile.
         """
         rule = self.settings.chunk_rule
         trainable_steps = self.trainable_steps(trajectories.sampler)
@@ -243,7 +243,7 @@ class Method:
         self,
         trajectories: Trajectories,  # of B images
         chunks: Chunks | list[Chunks],  # the same chunks for all images, or those of each image
-        profile: Tensor,  # (T,) mean relative distance of each transition under the base
+        profile: Tensor,  # (T,) mean relative distance of each transition
         iteration: int,  # 0, 1, ...
     ) -> Tensor:  # (B, k) long chunk numbers; rows with fewer chunks are filled with -1
         """Sample the chunks that each image trains in this iteration, from the image's own random numbers."""
@@ -427,7 +427,7 @@ class Method:
         self,
         advantage: Tensor,  # (N,), of each chunk sample
     ) -> Tensor | None:  # (N,); None: 1 for all
-        """Return a factor for the KL term of each chunk sample, by which it is multiplied in addition to `kl`; here None.
+        """Return the factor by which each chunk sample's KL term is multiplied, in addition to `kl`; here None.
 
         Training calls this function only if `kl` is above 0.
         """

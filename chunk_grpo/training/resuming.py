@@ -121,6 +121,7 @@ def _restore_log(
         stored = [folder / name for name in checkpoints.COPIED_FILES]
         contents = {run / file.name: file.read_bytes() for file in stored if file.is_file()}
     for file, content in contents.items():
+        # Later iterations may have appended lines, so an intact file begins with the checkpoint's content.
         is_intact = file.is_file() and file.read_bytes().startswith(content)
         if content and not is_intact:
             log(f"warning: {file} was changed or lost; it was restored from {folder / file.name}")

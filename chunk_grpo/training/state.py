@@ -63,7 +63,8 @@ class TrainingState:
     rewards: dict[str, Callable]
     method: Method
     run_id: str = ""  # from run.json, if there is one
-    records: Sequence[Mapping] = ()  # one per entry of `prompts`, for rewards that read records
+    # one per entry of `prompts`: all fields of the prompt's entry in its file, for rewards that read more than the text
+    records: Sequence[Mapping] = ()
     held_out_records: Sequence[Mapping] = ()  # one per entry of `held_out`, likewise
     # image size in the record of each entry of `prompts`; None: the record has none
     prompt_sizes: Sequence[int | tuple[int, int] | None] = ()

@@ -59,6 +59,7 @@ def measure_ratio_errors(
     with_graph = compute_transition_stats(
         context=context, update_batch=update_batch, method=method, graph=True
     )[0]
+    # `log_probs` has a column for each stochastic transition only, so find the column of each trained one.
     stochastic = context.trajectories.sampler.stochastic
     in_rollout = context.trajectories.log_probs[
         update_batch.image, torch.searchsorted(stochastic, update_batch.step)
@@ -71,7 +72,7 @@ def _equalize_forwards(
     accelerator: Any,
     update_batches: list[UpdateBatch],  # of this process, one per update
 ) -> list[UpdateBatch]:
-    """Return copies of the batches with as many `idle_forwards` as give all processes equally many forward passes.
+    """Return copies of the batches whose `idle_forwards` give all processes equally many forward passes.
 
     Sharded weights require this. If an update needs a two-pass gradient in one process, it gets one in all processes.
     """
@@ -98,10 +99,11 @@ def build_update_batches(
     state: TrainingState,
     rollout: Rollout,  # of this iteration, with the trajectories of B images
 ) -> tuple[list[UpdateBatch], list[float | None]]:
-    """Build the update batch of each update, and count the chunk samples over which its objective is averaged.
+    """Build the update batch of each update, and count the chunk samples by which the sum of its objective is divided.
 
-    Returns one batch and one count per update. A count is the mean over processes, or None if all processes have
-    equally many chunk samples. Raises InputError if the method's chunks, selected chunks or weights are malformed.
+    Returns one batch and one count per update. The count includes the images that `drop_flat_groups` leaves out, and is
+    the mean over processes; it is None if all processes have equally many chunk samples. Raises InputError if the
+    method's chunks, selected chunks or weights are malformed.
     """
     settings = state.settings
     method = state.method

@@ -41,8 +41,8 @@ class UpdateBatch:
     batches: list[Tensor]  # transitions of each forward pass, as numbers from 0 to M-1
     chunk_samples_fit: bool  # True: no chunk sample is split between batches
     weight: Tensor | None = None  # (N,) weight of each chunk sample in the objective; None: all 1
-    # number of extra forward and backward passes without effect, which let all processes run equally many if weights are
-    # sharded
+    # number of extra forward and backward passes with a gradient of zero, so that all processes run equally many; above 0
+    # only if weights are sharded
     idle_forwards: int = 0
 
 # %% ../../nbs/07_training/07_update_batch.ipynb #d60b1160
