@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
+import matplotlib as mpl
 import numpy as np
 import pandas as pd
 import torch
@@ -261,6 +262,25 @@ def plot_gains_by_cost(
     return figure
 
 
+def _draw_names(
+    axis: Axes,  # panel to draw in
+    table: pd.DataFrame,  # from `gains_of_first_world`, sorted by gain
+    labels: Sequence[str],  # one per row of the table
+) -> None:
+    """Draw the gain of every arm with its interval, one below the other."""
+    for i, (arm, found) in enumerate(table.iterrows()):
+        axis.errorbar(
+            found["mean"],
+            i,
+            xerr=np.nan_to_num(found.hi - found["mean"]),
+            fmt=_MARKERS[role_of(arm)],
+            color=_COLOURS[found.family],
+            markersize=6,
+            linewidth=1,
+        )
+    axis.set_yticks(range(len(table)), labels)
+
+
 @with_house_style
 def plot_matrix(
     reward: str = "",  # name of a reward; empty: the outcome of the referee
@@ -275,25 +295,38 @@ def plot_matrix(
     panels = figure.subplot_mosaic(
         [["names", "forwards"], ["names", "seconds"]], width_ratios=(1.1, 1)
     )
-    names = panels["names"]
-    for i, (arm, found) in enumerate(table.iterrows()):
-        names.errorbar(
-            found["mean"],
-            i,
-            xerr=np.nan_to_num(found.hi - found["mean"]),
-            fmt=_MARKERS[role_of(arm)],
-            color=_COLOURS[found.family],
-            markersize=6,
-            linewidth=1,
-        )
     labels = [f"{arm} ({int(n)} seeds)" for arm, n in table.n.items()]
-    names.set_yticks(range(len(table)), labels, fontsize=8)
-    names.set_xlabel(f"gain in {outcome}, with its 95% interval over seeds")
+    _draw_names(panels["names"], table, labels)
+    panels["names"].tick_params(axis="y", labelsize=8)
+    panels["names"].set_xlabel(f"gain in {outcome}, with its 95% interval over seeds")
     for cost, label in _COST_LABELS.items():
         _draw_gains(panels[cost], table, cost)
         panels[cost].set_xlabel(label)
         panels[cost].set_ylabel("gain")
     figure.legend(handles=_legend_handles(), loc="outside lower center", ncols=5, fontsize=8)
+    return figure
+
+
+@with_house_style
+def plot_summary() -> Figure:
+    """Draw the gains of all methods for the README: sorted with their names, and against forward passes.
+
+    The text is large enough for a phone. Colours are families and markers are roles, as in `plot_matrix`.
+    """
+    table = gains_of_first_world().sort_values("mean")
+    with mpl.rc_context({"font.size": 11, "axes.titlesize": 11.5, "axes.titleweight": "bold"}):
+        figure = Figure(figsize=(7.0, 1.6 + 0.22 * len(table)), layout="constrained")
+        names, costs = figure.subplots(1, 2)
+        _draw_names(names, table, list(table.index))
+        names.set(title="Gain", xlabel=load_study("referee").outcome)
+        _draw_gains(costs, table, "forwards")
+        costs.set(title="Gain by cost", xlabel="1,000 forward passes")
+        roles = ("steps or levels", "chunks", "levels at random", "more iterations")
+        handles = [
+            Line2D([], [], color="black", marker=_MARKERS[role], linewidth=0, label=role)
+            for role in roles
+        ]
+        figure.legend(handles=handles, loc="outside lower center", ncols=2)
     return figure
 
 
