@@ -54,7 +54,8 @@ gpu-bundle: $(STAMP) ## prepare build/gpu, which runs these checks on a host tha
 	@$(BIN)/python tools/gpu_bundle.py build/gpu
 
 $(DOCS): $(STAMP)
-	@$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[docs]'; touch $@
+	@$(BIN)/python -m pip install --quiet -c constraints.txt \
+	  --config-settings editable_mode=compat -e '.[docs]'; touch $@
 
 docs: $(DOCS) ## the book as a web site in _docs, which needs no network
 	@$(BIN)/python tools/docs.py; echo "open _docs/index.html"

@@ -222,9 +222,11 @@ def seeds_needed(
     limit: int = 2000,  # largest number of seeds that is tried
 ) -> int | None:  # None: more than `limit`
     """Return the smallest number of seeds with which such a contrast has the wanted power."""
+    units = prompts or pilot.prompts
     for seeds in range(3, limit + 1):
         error = pilot.standard_error(seeds, prompts)
-        if claim_power(smallest, error, min(seeds, prompts or pilot.prompts)) >= power:
+        # With one number per run there is no variation over prompts, so only the seeds count.
+        if claim_power(smallest, error, min(seeds, units) if units > 1 else seeds) >= power:
             return seeds
     return None
 

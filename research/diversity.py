@@ -24,6 +24,7 @@ from statistics import fmean
 import torch
 from PIL import Image
 
+from chunk_grpo import InputError
 from chunk_grpo.core.files import atomic_write, read_json, read_json_lines
 from chunk_grpo.pocket.clip import PocketCLIP
 
@@ -34,7 +35,9 @@ ARMS = ("base", "plain")  # of the evaluation: before and after training
 def prompt_diversity(
     embeddings: torch.Tensor,  # (B, D), unit length, images of one prompt
 ) -> float:  # from 0 to 2; 0: all images are the same
-    """Return the mean of 1 minus the cosine similarity over all pairs of images."""
+    """Return the mean of 1 minus the cosine similarity over all pairs of images; raise InputError if there is only one."""
+    if len(embeddings) < 2:
+        raise InputError("`eval_images` must be at least 2 to measure diversity; got 1")
     pairs = itertools.combinations(range(len(embeddings)), 2)
     distances = [1 - float(embeddings[i] @ embeddings[j]) for i, j in pairs]
     return sum(distances) / len(distances)
@@ -92,7 +95,11 @@ def main() -> int:
         trial = (row["arm"], row["seed"])
         # Lines that an earlier version of this file wrote have no diversity of correct images.
         if trial not in lines or "of_correct" not in lines[trial]:
-            found = trial_diversity(row_file.parent, model)
+            try:
+                found = trial_diversity(row_file.parent, model)
+            except InputError as error:
+                print(f"{row_file.parent}: {error}", file=sys.stderr)
+                return 2
             lines[trial] = {"arm": row["arm"], "seed": row["seed"], **found}
     file.parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(file) as temporary:

@@ -289,6 +289,29 @@ def test_peft_finds_the_files_of_its_layout_under_its_own_names(tmp_path):
         adapters.write_adapter(adapter, tmp_path, "onnx")
 
 
+def test_written_adapters_have_the_permissions_of_their_folder(tmp_path):
+    tmp_path.chmod(0o755)
+    layers = {"transformer_blocks.0.attn.to_q": (torch.ones(2, 4), torch.ones(4, 2))}
+    for layout in adapters.LAYOUTS:
+        adapters.write_adapter(adapters.Adapter(layers), tmp_path, layout)
+    files = list(tmp_path.glob("*.safetensors"))
+    assert len(files) == 2
+    for file in files:
+        assert file.stat().st_mode & 0o777 == 0o644
+
+
+@pytest.mark.parametrize("targets", [["to_q"], ["to_q", "to_k", "to_v"]])
+def test_saved_weights_of_other_layers_are_rejected(tmp_path, targets):
+    """Whether the policy has too few layers or too many."""
+    policies = [load_policy("pocket", resolution=64, max_tokens=12) for _ in "12"]
+    trainable.make_trainable(policies[0], lora_rank=2, lora_targets=("to_q", "to_k"))
+    trainable.save_trained_weights(policies[0], tmp_path)
+    trainable.load_trained_weights(policies[0], tmp_path)
+    trainable.make_trainable(policies[1], lora_rank=2, lora_targets=tuple(targets))
+    with pytest.raises(InputError, match="are those of another model"):
+        trainable.load_trained_weights(policies[1], tmp_path)
+
+
 def test_a_hub_id_that_cannot_be_reached_is_named(monkeypatch):
     import huggingface_hub
 

@@ -1,7 +1,17 @@
 """What alarms say of metrics, and of which they say nothing."""
 
+from types import SimpleNamespace
+
+import pytest
+
 from chunk_grpo.core.settings import load_settings
-from chunk_grpo.training.callbacks import alarm_history, raised_alarms
+from chunk_grpo.training import trainer
+from chunk_grpo.training.callbacks import (
+    Callback,
+    StopTraining,
+    alarm_history,
+    raised_alarms,
+)
 
 S = load_settings({"updates_per_iteration": 2, "prompts_per_iteration": 4, "clip_range": 1e-4})
 RISING = [i / 20 for i in range(12)]
@@ -96,3 +106,47 @@ def test_images_may_change_a_little_and_a_grid_may_fade():
         names(both) == ["grid", "hacking"]
         and raised_alarms([*both, both[-2] | {"iteration": 13}], S) == {}
     )
+
+
+@pytest.mark.parametrize("local", [None, "here"])
+def test_with_sharded_weights_all_processes_stop_together(tmp_path, monkeypatch, local):
+    """All of them write the checkpoint, so one that stopped alone would wait for the others."""
+
+    class Stops(Callback):
+        def on_log(self, state, line):
+            if local:
+                raise StopTraining(local)
+
+    state = SimpleNamespace(
+        settings=load_settings("pocket/tiny", {"stop_on": []}),
+        run=tmp_path,
+        accelerator=SimpleNamespace(is_main_process=False),
+        rewards={},
+        executor=SimpleNamespace(shutdown=lambda cancel_futures: None),
+        policy=SimpleNamespace(sharded=True),
+        iteration=0,
+    )
+
+    def train_iteration(state):
+        state.iteration += 1
+        return {"iteration": state.iteration}
+
+    saved = []
+    monkeypatch.setattr(trainer, "prepare_state", lambda settings, run: state)
+    monkeypatch.setattr(trainer, "Logger", lambda log: Callback())
+    monkeypatch.setattr(trainer, "Alarms", lambda log: Callback())
+    monkeypatch.setattr(trainer, "evaluate_held_out", lambda state: {})
+    monkeypatch.setattr(trainer, "train_iteration", train_iteration)
+    for name in ("load_policy_and_optimizer", "resume", "check_weights_are_finite"):
+        monkeypatch.setattr(trainer, name, lambda *_: None)
+    monkeypatch.setattr(trainer, "save_checkpoint", lambda state: saved.append(state.iteration))
+    state.iteration = 1  # resumed, so the base is not evaluated
+    # Another process stops in iteration 2.
+    monkeypatch.setattr(
+        trainer,
+        "gather_object",
+        lambda local: [*local, "there" if state.iteration == 2 else None],
+    )
+    with pytest.raises(StopTraining, match=local or "there"):
+        trainer.train_run(state.settings, tmp_path, [Stops()])
+    assert state.iteration == 2 and saved == [2]

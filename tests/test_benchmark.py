@@ -7,6 +7,7 @@ import time
 import pandas as pd
 import pytest
 from commands import run, start
+from PIL import Image
 from stub_judge import serve
 from typer.testing import CliRunner
 
@@ -15,6 +16,7 @@ from chunk_grpo.cli.evaluation import evaluation_app
 from chunk_grpo.core.files import read_json, read_json_lines
 from chunk_grpo.evaluation import benchmarks, evaluate, judged, paper_tables
 from chunk_grpo.evaluation.judge import Judge
+from chunk_grpo.reward_serving import placement
 
 
 @pytest.fixture(scope="module")
@@ -261,3 +263,86 @@ def test_incomplete_judge_is_rejected(options, expected, tmp_path):
     )
     assert isinstance(result.exception, InputError)
     assert expected in str(result.exception)
+
+
+REWARD = """
+class Grey:
+    def __init__(self, factor=1.0):
+        self.factor = factor
+
+    def __call__(self, images, prompts):
+        return [self.factor * image.getpixel((0, 0))[0] for image in images]
+
+    def category(self, prompt):
+        return prompt.split()[0]
+
+    def objects(self, images, prompts):
+        return [[image.getpixel((0, 0))[0] > 50] for image in images]
+"""
+
+
+def grey_list(folder, prompts=("one star", "one moon", "two stars")):
+    """Return a benchmark of three prompts, and the folders of two arms with one grey image per prompt."""
+    arms = {arm: folder / arm for arm in ("base", "plain")}
+    for arm, images_folder in arms.items():
+        images_folder.mkdir(parents=True, exist_ok=True)
+        for n, level in enumerate((0, 40, 100)):
+            colour = (level + 20 * (arm == "plain"),) * 3
+            Image.new("RGB", (4, 4), colour).save(images_folder / f"{n:05d}_0.png")
+    return benchmarks.BenchmarkTask("list", prompts, 1), arms
+
+
+def test_scores_are_renewed_if_prompts_options_or_code_changed(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    file = tmp_path / "grey_reward.py"
+    file.write_text(REWARD)
+    name = f"{file}:Grey"
+    task, arms = grey_list(tmp_path)
+    calls = []
+
+    def score(task=task, options=None):
+        """Score, and return the number of images that were scored in this call."""
+        calls.clear()
+        reward = placement.load_placed_reward(name, **(options or {}))
+
+        def counted(images, prompts):
+            calls.extend(prompts)
+            return reward(images, prompts)
+
+        benchmarks.score_benchmark(
+            task, arms, tmp_path, scorers={name: counted}, reward_options={name: options or {}}
+        )
+        return len(calls)
+
+    assert (score(), score()) == (6, 0)
+    other, _ = grey_list(tmp_path, ("one star", "one sun", "two stars"))
+    assert (score(other), score(other)) == (2, 0)
+    assert (score(other, {"factor": 2.0}), score(other, {"factor": 2.0})) == (6, 0)
+    file.write_text(REWARD + "\n# another version\n")
+    assert (score(other, {"factor": 2.0}), score(other, {"factor": 2.0})) == (6, 0)
+    # Records of earlier versions name no scorer.
+    lines = [json.loads(line) for line in (tmp_path / "scores.jsonl").read_text().splitlines()]
+    old = [{k: v for k, v in line.items() if k != "scorer_sha256"} for line in lines]
+    (tmp_path / "scores.jsonl").write_text("".join(json.dumps(line) + "\n" for line in old))
+    assert score(other, {"factor": 2.0}) == 6
+
+
+def test_a_rewards_categories_and_objects_count_in_a_benchmark_as_in_an_evaluation(tmp_path):
+    names = {}
+    exec(REWARD, names)
+    task, arms = grey_list(tmp_path)
+    summary = benchmarks.score_benchmark(task, arms, tmp_path, scorers={"grey": names["Grey"]()})
+    grey = summary["rewards"]["grey"]
+    assert grey["categories"]["base"] == {"one": 20, "two": 100}
+    assert grey["base"]["mean"] == grey["overall"]["base"] == 60  # of categories, not of prompts
+    assert grey["preserved"]["plain"]["objects"]["gained"]["share"] == 0.5
+    own = benchmarks.BenchmarkTask("list", task.prompts, 1, ("a", "b", "b"))
+    (tmp_path / "scores.jsonl").unlink()
+    summary = benchmarks.score_benchmark(own, arms, tmp_path, scorers={"grey": names["Grey"]()})
+    assert summary["rewards"]["grey"]["categories"]["base"] == {"a": 0, "b": 70}
+
+
+def test_questions_without_rows_are_one_sentence(tmp_path):
+    (tmp_path / "dpg_bench.csv").write_text(",".join(judged.DPG_COLUMNS) + "\n")
+    with pytest.raises(InputError, match="`questions` must have at least one question; .* no rows"):
+        benchmarks.load_benchmark_task("dpg", tmp_path / "dpg_bench.csv")

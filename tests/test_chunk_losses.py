@@ -1,6 +1,8 @@
 """Chunks in methods that train noised final images: where they train, what one item is, and what is rejected."""
 
+import contextlib
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from chunk_grpo.core.settings import METHODS, load_settings
 from chunk_grpo.methods.decoupled import Decoupled, renoise
 from chunk_grpo.models import trainable
 from chunk_grpo.theory.chunks import Chunks
-from chunk_grpo.training import trainer
+from chunk_grpo.training import trainer, update
 from chunk_grpo.training.credit_assignment import chunk_gains
 from chunk_grpo.training.gradient import accumulate_gradients, compute_transition_stats
 from chunk_grpo.training.groups import sample_groups
@@ -636,3 +638,70 @@ def test_gains_of_all_chunks_are_compared_in_one_group(tmp_path):
     assert not torch.allclose(
         ours.reshape(2, 4, 3).mean(1), torch.zeros(2, 3), atol=1e-2
     )  # no chunk by itself
+
+
+@pytest.mark.parametrize("limit", [3, 64])
+def test_only_the_last_pass_of_an_update_waits_for_other_processes(policy, monkeypatch, limit):
+    """Compiled passes have a graph even without a backward pass, for which DDP would wait in the next forward pass."""
+    method = load_method(load_settings("pocket/tiny", SMALL))
+    context = context_of(policy, method)
+    made, chosen = draw(method, context)
+    work = build_update_batch(
+        torch.arange(8),
+        chosen,
+        made,
+        limit,
+        method.transition_weights(context.trajectories.sampler),
+        method.trainable_steps(context.trajectories.sampler),
+    )
+    old = compute_transition_stats(context, work, method)
+    monkeypatch.setattr(policy, "compiled", True)
+    waiting = [True]
+
+    @contextlib.contextmanager
+    def sync(last):
+        waiting.append(last)
+        yield
+        waiting.pop()
+
+    seen = []
+    replay = method.replay
+
+    def watched(*arguments):
+        seen.append(waiting[-1])
+        return replay(*arguments)
+
+    monkeypatch.setattr(method, "replay", watched)
+    accumulate_gradients(
+        context, replace(work, chunk_samples_fit=False), ADVANTAGE, method, old, sync
+    )
+    assert len(seen) == 2 * len(work.batches) and seen == [False] * (len(seen) - 1) + [True]
+
+
+def test_old_statistics_wait_for_no_other_process(monkeypatch):
+    class Found(Exception):
+        pass
+
+    waits = [True]
+
+    @contextlib.contextmanager
+    def no_sync(module):
+        waits.append(False)
+        yield
+        waits.pop()
+
+    def stop(*arguments):
+        raise Found(waits[-1])
+
+    monkeypatch.setattr(update, "build_update_batches", lambda *_: ([None, None], [None, None]))
+    monkeypatch.setattr(update, "compute_transition_stats", stop)
+    state = SimpleNamespace(
+        settings=load_settings("pocket/tiny"),
+        accelerator=SimpleNamespace(no_sync=no_sync),
+        method=SimpleNamespace(has_ratio=True),
+        optimizer=SimpleNamespace(param_groups=[]),
+        policy=SimpleNamespace(module=None),
+    )
+    with pytest.raises(Found) as found:
+        update.update_policy(state, SimpleNamespace(context=None))
+    assert found.value.args == (False,)

@@ -19,6 +19,7 @@ from chunk_grpo.evaluation import parts, run_images
 from chunk_grpo.models import trainable
 from chunk_grpo.runs import run_folder
 from chunk_grpo.training import checkpoints, resuming
+from chunk_grpo.training.state import TrainingState
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -534,3 +535,67 @@ def test_a_damaged_part_of_an_evaluation_is_one_sentence(tmp_path, line, words):
     with pytest.raises(InputError) as error:
         parts.read_parts(tmp_path)
     assert words in str(error.value) and "line 1 of" in str(error.value)
+
+
+def test_reference_weights_replace_no_other_group_of_a_checkpoint(tmp_path):
+    """A method may call its reference weights ema, as awm does, or weights."""
+    run = tmp_path / "run"
+    state = begin(run, "whole")
+    own = {name: [p.detach() + i for p in state.policy.trained] for i, name in enumerate("abc", 1)}
+    state.ema = SimpleNamespace(shadow_params=own["a"], optimization_step=5)
+    state.reference_weights = {"ema": own["b"], "weights": own["c"]}
+    state.averaged_weights = lambda: TrainingState.averaged_weights(state)
+    before = values(train_one(state))
+    stored = checkpoints.read_tensors(resuming.last_checkpoint_folder(state))
+    assert set(stored) == {"weights", "optimizer", "ema", "reference_ema", "reference_weights"}
+    assert torch.equal(stored["ema"]["0"], own["a"][0])
+    assert torch.equal(stored["reference_ema"]["0"], own["b"][0])
+    assert stored["weights"]["0"].tolist() == before[0]
+
+
+def train_one(state):
+    """The state after one more iteration, which is saved."""
+    train(state, state.iteration + 1)
+    return state
+
+
+def test_a_checkpoint_of_before_names_its_reference_weights_without_the_prefix(tmp_path):
+    run = tmp_path / "run"
+    state = begin(run, "whole")
+    old = [p.detach() + 1 for p in state.policy.trained]
+    state.averaged_weights = lambda: {"old": old}
+    train_one(state)
+    resumed = fresh(run, "whole")
+    copy = [torch.zeros_like(p) for p in old]
+    resumed.averaged_weights = lambda: {"reference_old": copy}
+    resuming.resume(resumed)
+    assert resumed.iteration == 1 and all(map(torch.equal, copy, old))
+
+
+@pytest.mark.parametrize("name", ["ema", "weights"])
+def test_a_checkpoint_of_before_that_lost_a_group_is_not_used(tmp_path, name):
+    """The moving average and the reference had one file, or the reference that of the weights."""
+    run = tmp_path / "run"
+    state = begin(run, "whole")
+    average = [p.detach() + 1 for p in state.policy.trained]
+    state.averaged_weights = lambda: {"ema": average}
+    train_one(state)
+    resumed = fresh(run, "whole")
+    resumed.averaged_weights = lambda: {"ema": average, f"reference_{name}": average}
+    with pytest.raises(InputError, match=f"it has no reference_{name}"):
+        resuming.resume(resumed)
+
+
+def test_a_profile_that_is_measured_again_was_not_changed(trained, tmp_path, monkeypatch, capsys):
+    run = tmp_path / "run"
+    shutil.copytree(trained["whole"][0], run)
+    before = (run / "profile.json").read_text()
+    write_json(run / "profile.json", {"chunks": "2,3,4,7", "mean": [2.0] * 16})
+    state = fresh(run, "whole")
+    state.settings = state.settings.model_copy(update={"profile_every": 2})
+    monkeypatch.setattr(checkpoints, "verify_checkpoint", lambda *_: None)  # of other settings
+    resuming.resume(state)
+    assert capsys.readouterr().out == "" and (run / "profile.json").read_text() == before
+    (run / "profile.json").unlink()
+    resuming.resume(fresh(run, "whole"))
+    assert "profile.json was changed or lost" in capsys.readouterr().out

@@ -10,6 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
+from chunk_grpo import InputError
 from chunk_grpo.pocket.clip import PocketCLIP
 from chunk_grpo.pocket.world import Scene, SceneObject, render_scene
 
@@ -22,6 +23,8 @@ def test_pairs_of_equal_and_of_perpendicular_embeddings():
     assert diversity.prompt_diversity(torch.stack([one, other])) == 1
     assert diversity.prompt_diversity(torch.stack([one, one, other])) == pytest.approx(2 / 3)
     assert diversity.prompt_diversity(torch.stack([one, -one])) == 2
+    with pytest.raises(InputError, match="at least 2"):
+        diversity.prompt_diversity(one[None])
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ from transformers.utils import is_torchvision_available
 import chunk_grpo
 from chunk_grpo import InputError
 from chunk_grpo.core import settings
+from chunk_grpo.evaluation import benchmarks
 from chunk_grpo.models import inputs, policy
 from chunk_grpo.models.cost import forward_flops, known_model_configs, prompt_embeds_bytes
 from chunk_grpo.models.inputs import ImagePrompt
@@ -155,6 +156,14 @@ def test_an_image_is_encoded_once_for_each_size(home, monkeypatch):
         inputs.open_source_image("a red star", 64, 64)
 
 
+def test_latents_that_a_vae_encoded_in_tiles_are_not_those_of_the_whole_image(home):
+    whole, tiled = (
+        policy.load_policy(str(home / "model"), resolution=64, max_tokens=8, vae_tiling=tiling)
+        for tiling in (False, True)
+    )
+    assert whole.key != tiled.key and whole.model_key == tiled.model_key
+
+
 def test_guidance_reads_the_empty_prompt_with_each_image(home):
     model = policy.load_policy(str(home / "model"), resolution=64, max_tokens=8, true_cfg_scale=3.0)
     rows = model.encode(inputs.read_run_prompts(edit_settings(home))[:2])
@@ -272,3 +281,12 @@ def test_a_plan_counts_the_longer_sequence(home):
     assert said.endswith(
         "1 of them repeated; each edits an image, 4 of them cropped to their middle square"
     )
+
+
+def test_a_benchmark_of_texts_is_refused_before_the_model_is_loaded(home, tmp_path):
+    run = run_folder.create_run(edit_settings(home), tmp_path / "run")
+    with pytest.raises(
+        InputError, match="`benchmark` must be left out for a run whose model edits"
+    ):
+        benchmarks.run_benchmark(run, "pocket:test")
+    assert not (run / "benchmarks").exists()

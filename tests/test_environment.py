@@ -58,6 +58,12 @@ def test_variable_that_would_change_training_is_rejected_by_name(name, monkeypat
     assert f"{name}={REFUSED[name]}" in str(error.value) and "\n" not in str(error.value)
 
 
+def test_the_setting_that_replaces_a_variable_is_named(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
+    with pytest.raises(InputError, match="; use the setting `dtype` instead$"):
+        machine.check_environment_variables()
+
+
 @pytest.mark.parametrize("name", HARMLESS)
 def test_variable_that_changes_nothing_is_accepted(name, monkeypatch):
     monkeypatch.setenv(name, HARMLESS[name])
@@ -140,3 +146,61 @@ def test_accelerator_reads_nothing_from_the_environment(monkeypatch, tmp_path):
     made = make_accelerator(None, tmp_path)
     assert made.gradient_accumulation_steps == 1 and made.mixed_precision == "no"
     assert os.environ["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] == "0", "it is as it was for others"
+
+
+@pytest.fixture
+def no_accelerator(monkeypatch):
+    """Accelerate as it is in a new Python process."""
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
+    for shared in (AcceleratorState, PartialState, GradientState):
+        monkeypatch.setattr(shared, "_shared_state", {})
+
+
+def test_a_run_after_one_on_another_device_gets_its_own(no_accelerator, monkeypatch, tmp_path):
+    import torch
+    from accelerate.state import PartialState
+
+    from chunk_grpo.training import state
+
+    assert state.make_accelerator(None, tmp_path, "cpu").device.type == "cpu"
+    # Any other device stands for a GPU, which this machine may lack.
+    monkeypatch.setattr(
+        state, "choose_device", lambda device: "meta" if device == "auto" else "cpu"
+    )
+    monkeypatch.setattr(PartialState, "default_device", torch.device("meta"))
+    assert state.make_accelerator(None, tmp_path, "auto").device.type == "meta"
+    assert state.make_accelerator(None, tmp_path, "cpu").device.type == "cpu"
+
+
+def test_a_device_that_accelerate_does_not_use_is_refused(no_accelerator, monkeypatch, tmp_path):
+    import torch
+    from accelerate.state import PartialState
+
+    from chunk_grpo.training import state
+
+    monkeypatch.setattr(state, "choose_device", lambda device: "cuda")
+    monkeypatch.setattr(PartialState, "default_device", torch.device("cpu"))
+    with pytest.raises(InputError, match="^`device` must be .*, cpu; got cuda$"):
+        state.make_accelerator(None, tmp_path, "cuda")
+
+
+def test_the_setting_of_threads_counts_although_accelerate_sets_others(monkeypatch, tmp_path):
+    import torch
+
+    from chunk_grpo.core.settings import load_settings
+    from chunk_grpo.training import state
+
+    before = torch.get_num_threads()
+    make = state.make_accelerator
+
+    def with_other_threads(*arguments):
+        torch.set_num_threads(before + 2)
+        return make(*arguments)
+
+    monkeypatch.setattr(state, "make_accelerator", with_other_threads)
+    try:
+        state.prepare_state(load_settings("pocket/tiny", {"threads": before + 1}), tmp_path)
+        assert torch.get_num_threads() == before + 1
+    finally:
+        torch.set_num_threads(before)

@@ -1,5 +1,7 @@
 """An evaluation as a user has it: killed and gone on with, shared by processes, beside an older one, its intervals."""
 
+import hashlib
+import json
 import os
 import shutil
 import signal
@@ -19,7 +21,7 @@ from chunk_grpo.cli import training
 from chunk_grpo.core import settings
 from chunk_grpo.core.files import read_json, write_json
 from chunk_grpo.core.statistics import bootstrap_images
-from chunk_grpo.evaluation import evaluate, parts
+from chunk_grpo.evaluation import evaluate, parts, run_images
 from chunk_grpo.models import trainable
 from chunk_grpo.planning.plan import describe_counts
 from chunk_grpo.runs import run_folder
@@ -289,6 +291,35 @@ def test_a_part_that_was_cut_off_is_drawn_again(run):
     (folder / "parts-0.jsonl").write_text('{"part": ["base", 0, 3], "records": [')
     assert evaluate.read_parts(folder) == {}
     assert evaluate.evaluate(run, trust=True)["n_prompts"] == 4
+
+
+def test_another_version_of_a_reward_starts_another_evaluation(run, tmp_path):
+    """Parts that two versions of a user's reward scored must not be mixed."""
+    settings = evaluate.evaluation_settings(run, ())
+    arms = evaluate.ode_arms(settings)
+
+    def folder(name):
+        """Return the folder of an unfinished evaluation with this reward."""
+        changed = settings.model_copy(update={"reward": name, "eval_rewards": []})
+        return evaluate.unfinished_evaluation_folder(run, changed, arms, ["a star"])
+
+    file = tmp_path / "own_reward.py"
+    file.write_text("def bright(images, prompts):\n    return images.mean((1, 2, 3))\n")
+    first = folder(f"{file}:bright")
+    assert folder(f"{file}:bright") == first
+    file.write_text("def bright(images, prompts):\n    return images.amax((1, 2, 3))\n")
+    assert folder(f"{file}:bright") != first
+    # Without a user's code, evaluations that earlier versions began are resumed.
+    identity = {
+        "settings": settings.model_copy(
+            update={"reward": "incompressibility", "eval_rewards": []}
+        ).model_dump(mode="json", exclude={"threads"}),
+        "arms": arms,
+        "prompts": ["a star"],
+        "weights": run_images.hash_trained_weights(run),
+    }
+    digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
+    assert folder("incompressibility").name == digest[:12]
 
 
 def test_training_stands_whatever_becomes_of_its_evaluation(tmp_path, capsys):

@@ -1,12 +1,13 @@
 """Every family is its pipeline: the same embeddings, noise, velocity, images; and it trains, is saved and switched."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import tiny_families
 import torch
 from commands import run
-from diffusers import DiffusionPipeline
+from diffusers import AutoencoderDC, DiffusionPipeline
 from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit
 from PIL import Image
 
@@ -529,3 +530,30 @@ def test_a_run_from_the_command_line(tmp_path):
     assert lines[1]["ratio_floor"] == 0 and lines[1]["ratio_floor_rollout"] < 1e-4
     pipe = DiffusionPipeline.from_pretrained(folder)
     pipe.load_lora_weights(str(tmp_path / "run" / "final"))
+
+
+def test_a_vae_with_another_configuration_has_a_scale_and_a_limit():
+    """Sana's, whose configuration names its channels in another way, and one that names none."""
+    vae = AutoencoderDC(
+        encoder_block_out_channels=(8, 16, 16),
+        decoder_block_out_channels=(8, 16, 16),
+        encoder_layers_per_block=(1, 1, 1),
+        decoder_layers_per_block=(1, 1, 1),
+        encoder_block_types="ResBlock",
+        decoder_block_types="ResBlock",
+        encoder_qkv_multiscales=((), (), ()),
+        decoder_qkv_multiscales=((), (), ()),
+        latent_channels=4,
+        attention_head_dim=8,
+    )
+    model = policy.Policy.__new__(policy.Policy)
+    model.vae, model.resolution = vae, 1024
+    assert model.vae_scale_factor == 4
+    largest = []
+    for layer in vae.decoder.modules():
+        layer.register_forward_hook(lambda layer, given, out: largest.append(out.numel()))
+    with torch.no_grad():
+        assert vae.decode(torch.zeros(1, 4, 16, 16)).sample.shape[-1] == 64
+    assert max(largest) <= policy._largest_vae_activation(vae.config, 64) <= 4 * max(largest)
+    assert model.decode_limit == (2**31 - 1) // policy._largest_vae_activation(vae.config, 1024)
+    assert policy._largest_vae_activation(SimpleNamespace(), 64) == 1024 * 64 * 64

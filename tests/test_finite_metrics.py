@@ -3,6 +3,7 @@
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from chunk_grpo.core import files
 from chunk_grpo.core.settings import load_settings
 from chunk_grpo.reporting import figures, reports
 from chunk_grpo.runs import run_folder
+from chunk_grpo.training.metrics import collect_metrics
 
 TINY = {"iterations": 2, "eval_every": 0, "eval_count": 1, "eval_steps": 2, "hybrid_split": 1}
 
@@ -155,3 +157,68 @@ def test_metrics_of_a_method_may_be_numbers_lists_and_mappings(tmp_path):
     assert [line[name] for name in "abcdf"] == [1, 2.5, [1.0, None], {"e": 1.0}, None]
     assert line["g"] == pytest.approx(float(torch.tensor(line["ratio_mean"])))
     assert Path(out / "final").is_dir()
+
+
+class TwoProcesses:
+    """Gather as if another process had the same values, with ratio errors twice as large."""
+
+    device = torch.device("cpu")
+    pad_across_processes = staticmethod(lambda x, pad_index: x)
+
+    def gather(self, x):
+        is_errors = x.dtype == torch.float64 and x.shape == (1, 2)
+        return torch.cat([x, x * torch.tensor([2.0, 0.5]).double() if is_errors else x])
+
+
+@pytest.mark.parametrize("first", [torch.bool, torch.float32, torch.float16, torch.int64])
+def test_chunk_numbers_and_ratio_errors_are_those_of_all_processes(first):
+    """Whatever the type of a method's first measurement, and whichever process has the largest error."""
+    seen = {}
+
+    class Measuring:
+        def metrics(self, measurements, chunk_number, chunk_count):
+            seen.update(values=measurements, chunk=chunk_number)
+            return {}
+
+        def chunks(self, profile):
+            return [1] * 5000
+
+        def trainable_steps(self, sampler):
+            return torch.arange(2)
+
+        def sampler(self, iteration):
+            return None
+
+    class State(SimpleNamespace):
+        def all_prompts(self, iteration):
+            return [0, 1]
+
+    run_settings = load_settings("pocket/tiny", {"images_per_prompt": 2, "shared_noise": False})
+    state = State(
+        settings=run_settings,
+        method=Measuring(),
+        accelerator=TwoProcesses(),
+        profile=torch.ones(2),
+        iteration=1,
+        prompts=["a", "b"],
+        scaler=None,
+        optimizer=SimpleNamespace(param_groups=[{"lr": 0.1}]),
+    )
+    measured = {"first": torch.tensor([1, 0]).to(first), "other": torch.tensor([0, 1]).to(first)}
+    update = SimpleNamespace(
+        norms=[1.0],
+        stats=[SimpleNamespace(items=measured, kl=0.0)],
+        batches=[SimpleNamespace(chunk=torch.tensor([3, 4099]), chunk_sample_ids=torch.arange(2))],
+        ratio_errors=[0.25, 0.5],
+    )
+    rollout = SimpleNamespace(
+        scores={"red": torch.tensor([0.0, 1.0])},
+        combined=torch.tensor([0.0, 1.0]),
+        advantage=torch.tensor([-1.0, 1.0]),
+        statistics=torch.zeros(2, 3),
+    )
+    line = collect_metrics(state, rollout, update)
+    assert (line["ratio_floor"], line["ratio_floor_rollout"]) == (0.5, 0.5)
+    assert seen["chunk"].tolist() == [3, 4099] * 2
+    for name, values in seen["values"].items():
+        assert values.dtype == first and torch.equal(values, measured[name].repeat(2))

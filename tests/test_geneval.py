@@ -336,3 +336,57 @@ def test_bootstrap_covers_the_truth():
         task = geneval.summarise_geneval(lines, draws=400)["tasks"]["colors"]
         hit += task["lo"] <= 0.5 <= task["hi"]
     assert hit >= 50  # of 60 intervals of 95 %; fewer than 50 has a chance of 2e-4
+
+
+def test_verdicts_belong_to_images_however_their_folder_is_named(tmp_path, monkeypatch):
+    """Relative, absolute, and moved together with the verdicts; also verdicts of earlier versions, with typed paths."""
+    folder = tmp_path / "run"
+    drawn_folder(folder / "images")
+    lines = geneval.score_geneval_images(
+        listed(folder / "images"), folder / "results.jsonl", see, colours, "drawn"
+    )
+    assert lines[0]["filename"] == "images/00000/samples/00000.png"
+    monkeypatch.chdir(tmp_path)
+
+    def score(images, results_file):
+        """Score again, with a detector that fails if it is called."""
+        return geneval.score_geneval_images(images, results_file, None, None, "drawn")
+
+    assert score(listed(Path("run/images")), "run/results.jsonl") == lines
+    for typed in (Path("run/images"), folder / "images"):
+        old = [
+            line | {"filename": str(file)}
+            for line, (file, _) in zip(lines, listed(typed), strict=True)
+        ]
+        (folder / "old.jsonl").write_text("".join(json.dumps(line) + "\n" for line in old))
+        assert score(listed(folder / "images"), folder / "old.jsonl") == old
+    folder.rename(tmp_path / "moved")
+    assert score(listed(Path("moved/images")), tmp_path / "moved/results.jsonl") == lines
+    with pytest.raises(InputError, match="a verdict on .*, which is not among the images"):
+        score(listed(Path("moved/images"))[1:], tmp_path / "moved/results.jsonl")
+
+
+@pytest.mark.parametrize(
+    "change, expected",
+    [
+        ({"include": ["bench"]}, "`include` must be a list of objects"),
+        ({"exclude": None}, "`exclude` must be a list of objects"),
+        ({"exclude": {"class": "bench"}}, "`exclude` must be a list of objects"),
+        ({"exclude": [3]}, "`exclude` must be a list of objects"),
+        ({"position": None}, "`position` must be a position and the number of an earlier object"),
+        ({"position": ["left of"]}, "`position` must be a position"),
+        ({"position": "left of"}, "`position` must be a position"),
+        ({"position": [["left of"], 0]}, "`position` must be a position"),
+        ({"class": ["bench"]}, "`class` must be one of the 80 classes"),
+    ],
+)
+def test_malformed_metadata_is_one_sentence(tmp_path, change, expected):
+    clauses = [{"class": "bench", "count": 1}, {"class": "cow", "count": 1}]
+    record = {"tag": "position", "prompt": "a cow left of a bench", "include": clauses}
+    if change.keys() <= {"include", "exclude"}:
+        record |= change
+    else:
+        clauses[1] |= change
+    (tmp_path / "one.jsonl").write_text(json.dumps(record) + "\n")
+    with pytest.raises(InputError, match=expected):
+        geneval.read_geneval_prompts(tmp_path / "one.jsonl")

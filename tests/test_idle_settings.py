@@ -66,6 +66,11 @@ REJECTED = [
     ],
     ("branch", {"window": "frozen:2"}, "sharing"),
     *[
+        (name, {"drop_flat_groups": True}, "drop_flat_groups")
+        for name in ("awm", "awm-chunk", "nft", "nft-chunk", "crd", "elbo-par", "elbo-pepg")
+    ],
+    ("steps", {"drop_flat_groups": True, "surrogate": "par"}, "drop_flat_groups"),
+    *[
         (name, {"sampler": "cps"}, "sampler")
         for name in ("nft", "awm", "dgpo", "crd", "elbo-par", "v-grpo", "best-of-n")
     ],
@@ -81,6 +86,11 @@ def test_idle_setting_is_rejected_by_name(method, changes, name):
     with pytest.raises(InputError, match=f"`{name}` must") as rejected:
         sweep.make_settings(method, **changes)
     assert len(str(rejected.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize("method", ["chunk", "steps", "elbo-clip", "dgpo", "best-of-n", "tmpo"])
+def test_groups_with_equal_rewards_may_be_dropped_where_they_have_no_gradient(method):
+    assert sweep.make_settings(method, drop_flat_groups=True).drop_flat_groups
 
 
 @pytest.mark.parametrize("base", ["pocket/demo", "pocket/tiny", "paper/dance"])

@@ -18,7 +18,7 @@ from stub_judge import NAME, number, serve, three_scores, yes_or_no
 from chunk_grpo import InputError
 from chunk_grpo.core.files import read_json_lines
 from chunk_grpo.evaluation import judged
-from chunk_grpo.evaluation.judge import Judge, parse_scale_scores
+from chunk_grpo.evaluation.judge import Judge, _image_url, parse_rating, parse_scale_scores
 
 ARMS = {"base": 10, "plain": 11}  # grey of the images
 QUICK = dict(max_concurrency=6, timeout=20.0, retries=8, pause=0.01)
@@ -423,3 +423,31 @@ def test_whatever_a_judge_says_is_scores_or_nothing(text):
         or set(found) == set(judged.WISCORE_SCALES)
         and set(found.values()) <= {0, 1, 2}
     )
+
+
+@pytest.mark.parametrize(
+    "text, rating",
+    [
+        ("Score (0-10): 7", 7),
+        ("**Score** (0 – 10) = 7.5", 7.5),
+        ("Score [0 to 10]: 7/10", 7),
+        ("Score 0-10: 7", 7),
+        ("Score: 10", 10),
+        ("Score: 7.", 7),
+        ("Score: 6-7", None),
+        ("Score (10-100): 70", None),
+        ("Score (0-100): 70", None),
+        ("Score (1-5): 4", None),
+    ],
+)
+def test_the_scale_before_a_rating_is_not_the_rating(text, rating):
+    assert parse_rating(text, "Score", 0, 10) == rating
+
+
+def test_a_changed_image_is_sent_as_it_is_now(tmp_path):
+    file = tmp_path / "image.bmp"
+    urls = []
+    for size in (2, 3):
+        Image.new("RGB", (size, size)).save(file)
+        urls.append(_image_url(file))
+    assert urls[0] != urls[1] and _image_url(file) == urls[1]

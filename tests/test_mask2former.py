@@ -156,7 +156,9 @@ def test_wrong_files_are_told(tmp_path, state):
 def test_a_detector_of_other_classes_is_refused(tmp_path, state):
     other = {k: v[:21] if "cls_embed" in k else v for k, v in state.items()}
     convert.convert_mmdet_checkpoint(tiny.save(tmp_path, other), tmp_path / "detector")
-    with pytest.raises(InputError, match="must detect the 80 classes of COCO; .* detects 20"):
+    with pytest.raises(
+        InputError, match="^`detector` must detect the 80 classes of COCO; .* detects 20"
+    ):
         detector.load_detector(tmp_path / "detector")
 
 

@@ -412,6 +412,30 @@ def test_best_of_n_trains_the_best_alone_and_nothing_where_all_are_alike():
     assert given.tolist() == [[0, 1, 0, 0], [0, 0, 0, 0]]
 
 
+@pytest.mark.parametrize("reward", [0.1, 0.3, -7.7, 1 / 3])
+@pytest.mark.parametrize("size", [3, 6, 12])
+def test_a_group_with_equal_rewards_has_advantages_of_exactly_0(reward, size):
+    scores = {"r": torch.stack([torch.full((size,), reward), torch.arange(size) / 7])}
+    groups = [
+        credit_advantages(scores, {"r": 1.0}, form) for form in CREDIT_FORMS if form != "gdpo"
+    ]
+    groups.append(method_of("neighbor", shared_noise=True).advantages(scores, {"r": 1.0}))
+    for equal, different in groups:
+        assert not equal.any() and different.any()
+
+
+def test_an_update_of_equal_images_alone_has_a_gradient_of_0_in_online_dpo():
+    statistic = torch.randn(8, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    group = torch.arange(8) // 4
+    objective = method_of("online-dpo").objective(terms_of(statistic, torch.zeros(8), group))
+    objective.mean().backward()
+    assert not objective.any() and not statistic.grad.any()
+
+
+def test_gains_of_several_chunks_may_be_compared_within_an_image():
+    method_of("chunk", sharing="seeds:4", credit_of="all-gains", chunks="2,4", chunk_fraction=1)
+
+
 def test_groups_are_compared_with_all_of_the_batch_where_credit_is_batch():
     scores = {"r": torch.tensor([[0.0, 1.0, 0.0, 1.0], [0.0, 0.01, 0.0, 0.01]])}
     loud, quiet = method_of("flow").advantages(scores, {"r": 1.0}).abs().amax(1)
@@ -861,6 +885,11 @@ WRONG = [
     ("mix", {"merge": "entropy"}, "merge"),
     ("mix", {"merge": "entropy:2.2"}, "window"),
     ("mix", {"merge": "entropy:0", "window": "random:1"}, "merge"),
+    ("e-grpo", {"sampler": "cps"}, "sampler"),
+    ("e-grpo", {"sampler": "dance", "eta": 0.3}, "sampler"),
+    ("steps", {"sharing": "seeds:4", "credit_of": "gain"}, "sharing"),
+    ("chunk", {"sharing": "seeds:4", "credit_of": "all-gains", "chunks": "whole"}, "sharing"),
+    ("chunk", {"chunks": "adaptive", "profile_every": 5}, "profile_every"),
     ("chunk", {"merge": "window", "window": "frozen:4", "chunks": "2,2"}, "chunks"),
     ("chunk", {"merge": "window", "window": "frozen:4", "chunks": "profile"}, "merge"),
     ("steps", {"profile_every": 5}, "profile_every"),

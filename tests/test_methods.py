@@ -380,6 +380,27 @@ def test_a_study_of_two_seeds(name, tmp_path):
     assert sorted(row["arm"] for row in rows) == sorted([name] * 2 + ["chunk"] * 2)
 
 
+def test_a_method_that_trains_behind_its_window_weighs_these_transitions_too():
+    class Behind(Method):
+        has_log_prob = False
+
+        def trainable_steps(self, sampler):
+            return torch.arange(len(sampler))
+
+    changes = {"window": "frozen:2", "step_weights": "interval", "chunks": "steps"}
+    method = Behind(settings.load_settings("pocket/tiny", changes))
+    sampler = method.sampler(0)
+    weights = method.transition_weights(sampler)
+    step = -sampler.sigmas.diff()
+    torch.testing.assert_close(weights / weights[0], step / step[0])
+
+
+def test_chunks_that_do_not_exist_are_not_sampled(policy):
+    context = context_of(policy, method_of("Guard"))
+    with pytest.raises(InputError, match="`train_chunks` must name chunks from 1 to 2, .* got 2,3"):
+        sample_chunks(context.trajectories, Chunks((2, 4)), 1.0, allowed=[1, 2])
+
+
 @pytest.mark.parametrize("name", ["noise", "interval", "flash"])
 def test_weights_of_a_window_fit_a_grid_that_a_merge_shortens(name):
     changes = {"method": "mix-flash", "step_weights": name, "sampler": "flow", "eta": 0.7}

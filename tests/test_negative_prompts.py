@@ -115,6 +115,19 @@ def test_negative_prompts_without_guidance_are_rejected_before_a_folder_is_made(
         assert "which only classifier-free guidance uses; set `true_cfg_scale` above 1" in line
 
 
+def test_negative_prompts_that_only_evaluation_could_use_are_rejected_in_another_list(tmp_path):
+    """Those of a list that both phases read are used in evaluation, which also samples as in training."""
+    (tmp_path / "plain.txt").write_text("a hat\n")
+    plain = str(tmp_path / "plain.txt")
+    guided = {"eval_true_cfg_scale": 2.0}
+    settings = Settings(**lists(tmp_path, eval_prompts=plain, **guided))
+    with pytest.raises(InputError, match="^prompts: .*; set `true_cfg_scale` above 1"):
+        inputs.read_run_negative_prompts(settings)
+    assert inputs.read_run_negative_prompts(Settings(**lists(tmp_path, **guided)))
+    other = lists(tmp_path, prompts=plain, true_cfg_scale=2.0, eval_true_cfg_scale=1.0)
+    assert inputs.read_run_negative_prompts(Settings(**other), ["eval_prompts"])
+
+
 def test_lists_that_contradict_each_other_are_rejected(tmp_path):
     other = write_records(tmp_path / "other.jsonl", [RECORDS[2], {"prompt": "a red star"}])
     settings = Settings(**lists(tmp_path, eval_prompts=other, true_cfg_scale=2.0))

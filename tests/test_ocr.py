@@ -9,7 +9,8 @@ from PIL import Image, ImageDraw, ImageFont
 
 from chunk_grpo import InputError
 from chunk_grpo.core import settings
-from chunk_grpo.reward_serving import placement
+from chunk_grpo.reward_serving import placement, server
+from chunk_grpo.reward_serving.ocr import OCRReward
 from chunk_grpo.rewards import rewards
 
 
@@ -27,6 +28,26 @@ def test_without_its_environment_the_command_that_makes_it_is_named(tmp_path, mo
     with pytest.raises(InputError, match="`worker` must be left out for ocr"):
         placement.load_placed_reward("ocr", worker=True)
     assert settings.load_settings("pocket/tiny", {"reward": "ocr"}).reward == "ocr"
+
+
+class Shouted(OCRReward):
+    """Reads OPEN in every image."""
+
+    def __init__(self):
+        super().__init__(lambda image: "OPEN", lambda a, b: max(len(a), len(b)))
+
+
+def test_the_sampled_prompt_quotes_the_text_whatever_column_holds_it():
+    """In a table the column may be `Prompt`, or another than `prompt`, which the image does not show."""
+    prompt = 'a sign that says "OPEN"'
+    reward = Shouted()
+    for record in ({"Prompt": prompt}, {"prompt": 'a "cat"', "long": prompt}, {"prompt": "a cat"}):
+        for check in (rewards._find_rejected_prompt, server.find_rejected_prompt):
+            assert check(reward, [prompt], [record]) is None
+        assert reward([sign("OPEN")], [prompt], [record]) == [1.0]
+    for check in (rewards._find_rejected_prompt, server.find_rejected_prompt):
+        index, reason = check(reward, [prompt, "a cat"], [{"Prompt": prompt}, {"prompt": prompt}])
+        assert index == 1 and "must have a field `target`" in reason
 
 
 @pytest.mark.skipif(

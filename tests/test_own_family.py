@@ -3,11 +3,16 @@
 import json
 import os
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
+import torch
 from commands import call, run
 from small_runs import metrics, trained, write
+
+from chunk_grpo.models.inputs import _import_family
+from chunk_grpo.models.policy import load_policy
 
 OWN = '''
 """A family for a pipeline of the same parts as FLUX's."""
@@ -128,3 +133,37 @@ def test_a_changed_family_does_not_resume_a_run(world):
         "--no-report",
     )
     assert done.returncode == 2 and "`family`" in done.stderr
+
+
+SCALED = """
+import my_scale
+from chunk_grpo.models.families import FluxPolicy
+
+
+class Scaled(FluxPolicy):
+    def embed(self, pipe, prompts):
+        rows = super().embed(pipe, prompts)
+        return rows | {"prompt_embeds": FACTOR * my_scale.FACTOR * rows["prompt_embeds"]}
+"""
+
+
+def test_embeddings_of_a_family_are_read_only_with_the_code_that_made_them(tmp_path, monkeypatch):
+    monkeypatch.setenv("CHUNK_GRPO_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+
+    def embeds(family="", factor=1, helper=1):
+        (tmp_path / "my_scale.py").write_text(f"FACTOR = {helper}\n")
+        monkeypatch.delitem(sys.modules, "my_scale", raising=False)
+        (tmp_path / "my_scaled.py").write_text(f"{SCALED}\n\nFACTOR = {factor}\n")
+        _import_family.cache_clear()
+        policy = load_policy("pocket", resolution=64, max_tokens=12, family=family)
+        return policy.encode(["a red star"])["prompt_embeds"], policy.key
+
+    usual, usual_key = embeds()
+    assert usual_key == load_policy("pocket", resolution=64, max_tokens=12).model_key
+    doubled, doubled_key = embeds("my_scaled.py:Scaled", factor=2)
+    assert torch.equal(doubled, 2 * usual)
+    assert embeds("my_scaled.py:Scaled", factor=2)[1] == doubled_key
+    for changed in ({"factor": 4}, {"factor": 2, "helper": 2}):
+        scaled, key = embeds("my_scaled.py:Scaled", **changed)
+        assert torch.equal(scaled, 4 * usual) and key not in (usual_key, doubled_key)

@@ -87,6 +87,23 @@ def test_reward_server_rejects_pixels_outside_of_an_image(kind):
     assert np.array_equal(good, image().numpy())
 
 
+def test_a_users_reward_cannot_change_what_later_rewards_get():
+    pictures = [Image.new("RGB", (16, 16), "red") for _ in range(2)]
+    records = [{"prompt": "a", "tags": ["x"]}] * 2
+    seen = []
+
+    def careless(images, prompts, records):
+        for image, record in zip(images, records, strict=True):
+            image.thumbnail((4, 4))
+            seen.append(list(record["tags"]))
+            record["tags"].append("y")
+        return [0.0] * len(prompts)
+
+    rewards.score_images("mine:careless", careless, pictures, ["a", "a"], records=records)
+    assert [image.size for image in pictures] == [(16, 16)] * 2
+    assert records[0]["tags"] == ["x"] and seen == [["x"], ["x"]]
+
+
 def test_what_is_no_picture_is_rejected():
     for given in (["text"], [np.zeros((64, 64, 3))], [None], "text", [[1, 2]]):
         with pytest.raises(InputError, match="images"):

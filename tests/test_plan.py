@@ -752,3 +752,38 @@ def test_decoding_is_counted_by_the_batch_that_is_decoded():
         planned - activations._decode_bytes(network, 1024, run_settings.dtype, False, 7)[0]
         == 7 * 256 * 1024**2 * 2
     )
+
+
+def test_reference_weights_take_memory_and_disk_space():
+    """A method that keeps copies of the trained weights, such as nft, needs memory and larger checkpoints for them."""
+    network = find_model_config("black-forest-labs/FLUX.1-dev")
+    run_settings = settings.load_settings("paper/one-h200-lora")
+    trained = 4 * count_trained_parameters(
+        network, run_settings.lora_rank, run_settings.lora_targets
+    )
+    none, two = (training_memory(run_settings, network, reference_weights=n) for n in (0, 2))
+    assert two == none | {"reference weights": 2 * trained}
+    totals = [peak_memory(run_settings, network, reference_weights=n)[0] for n in (0, 2)]
+    assert totals[1] - totals[0] == 2 * trained
+    none, two = (run_disk_bytes(run_settings, network, n) for n in (0, 2))
+    assert two["checkpoints"] * 12 == none["checkpoints"] * (12 + 2 * 4)
+
+    # The number is among the counts of the method; for an anchor it follows from the settings.
+    anchored = settings.load_settings(
+        run_settings, {"kl": 0.1, "anchor_every": 5, "drop_flat_groups": False}
+    )
+    assert iteration_counts(anchored).reference_weights == 1
+    counts = dataclasses.replace(iteration_counts(run_settings), reference_weights=2.0)
+    memory = plan.estimate_numbers(run_settings, 1e15, counts=counts)["memory_bytes"]
+    assert memory["reference weights"] == 2 * trained
+    rows = dict(describe_estimates(run_settings, 1e15, counts=counts, device="h200"))
+    assert rows["  reference weights"] == f"{2 * trained / 1e9:.2f} GB"
+
+
+def test_sharding_is_not_offered_for_several_sizes():
+    """A run with several sizes rejects it."""
+    several = settings.load_settings("paper/chunk", {"resolution": [[720, 720], [512, 512]]})
+    assert plan._merge_savings(several, [{"sharding": "fsdp"}], 8) is None
+    assert plan._merge_savings(several, [{"vae_tiling": True}], 8) == {"vae_tiling": True}
+    one = settings.load_settings("paper/chunk")
+    assert plan._merge_savings(one, [{"sharding": "fsdp"}], 8)

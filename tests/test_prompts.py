@@ -1,7 +1,9 @@
 """Of a long list of prompts a run encodes those that it draws, once; what is kept is checked when it is read."""
 
 import contextlib
+import os
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -159,6 +161,49 @@ def test_no_bit_of_a_kept_embedding_can_flip_unseen(tmp_path):
             assert row["embeds"].tolist() == [1.0] * 3 and row["mask"].tolist() == [True] * 4
         flip(file, bit)
     assert unseen < 20
+
+
+def test_a_cache_of_several_users_can_be_read_by_each_and_trimmed_by_two_at_once(
+    monkeypatch, tmp_path
+):
+    monkeypatch.setenv("CHUNK_GRPO_CACHE", str(tmp_path))
+
+    def encode(group):
+        return {"embeds": torch.tensor([[float(len(p))] for p in group])}
+
+    prompts = ["a cat", "a red star", "two dogs"]
+    paths = prompt_embeds.cache_prompt_embeds(prompts, "key", encode)
+    for path in paths.values():
+        assert path.stat().st_mode & 0o777 == path.parent.stat().st_mode & 0o666
+
+    # The files belong to another user, who alone may set their times.
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "utime", deny)
+        rows = prompt_embeds._load_prompt_embeds(prompts, "key", encode)
+        assert rows["embeds"].flatten().tolist() == [5.0, 10.0, 8.0]
+
+    for path in paths.values():
+        os.utime(path, (0, 0))
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", deny)
+        assert prompt_embeds.trim_prompt_cache(0) == 0
+
+    # Another run removes a file after this one has listed the folder.
+    stat = Path.stat
+
+    def stat_after_removal(path, **options):
+        if path == paths["a cat"]:
+            path.unlink(missing_ok=True)
+        return stat(path, **options)
+
+    monkeypatch.setattr(Path, "stat", stat_after_removal)
+    assert prompt_embeds.trim_prompt_cache(0) == 2
+    assert not any(path.exists() for path in paths.values())
+
+
+def deny(*arguments, **options):
+    """Fail as the system does for a file of another user."""
+    raise PermissionError(1, "Operation not permitted")
 
 
 LISTS = {  # as they are published: HPDv2, PartiPrompts, DrawBench, GenEval

@@ -156,6 +156,44 @@ def test_a_run_whose_method_has_other_metrics_gets_its_report_comparison_and_liv
     )
 
 
+def test_chunks_that_follow_the_profile_may_change_in_number(monkeypatch):
+    """With `profile_every`, later iterations may have fewer or more chunks: every figure still draws them."""
+    rows = metrics()
+    rows = rows.astype(object)
+    for name in ("clip_fraction", "ratio_dev"):
+        rows[name] = [
+            values[:3] if i < 5 and isinstance(values, list) else values
+            for i, values in enumerate(rows[name])
+        ]
+    lines = [row.dropna().to_dict() for _, row in rows.iterrows()]
+    settings = SimpleNamespace(iterations=10, chunks="adaptive", chunk_weighting="uniform")
+    live = figures.LiveFigure(
+        SimpleNamespace(**vars(settings), reward="a", eval_rewards=(), reward_options={}),
+        interval=0,
+    )
+    shown = []
+    monkeypatch.setattr(figures, "display", lambda *args, **more: shown.append(args))
+    for line in lines:
+        live(line)
+    assert shown and figures.plot_progress(lines, settings)
+    figure = train.plot_clipping(rows, (5, 5, 6), 1e-3)
+    (legend,) = figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == ["1", "2", "3", "4"]
+    assert legend.get_title().get_text() == "chunk"
+    assert train.plot_method_metrics(rows.rename(columns={"clip_fraction": "own"}))
+    assert figures.stack_lists([[1, None], [2]]).tolist()[1][0] == 2 and not len(
+        figures.stack_lists([])
+    )
+
+
+def test_a_figure_that_cannot_be_drawn_does_not_end_a_training(monkeypatch):
+    settings = SimpleNamespace(iterations=10, reward="a", eval_rewards=(), reward_options={})
+    live = figures.LiveFigure(settings, interval=0)
+    monkeypatch.setattr(figures, "plot_progress", lambda *args: 1 / 0)
+    with pytest.warns(UserWarning, match="the live figure was not drawn .ZeroDivisionError"):
+        live({"iteration": 1})
+
+
 @pytest.mark.parametrize("harm", ["half", "empty", "text", "missing", "folder", "huge"])
 def test_a_damaged_image_of_a_run_is_one_sentence(tmp_path, harm):
     file = tmp_path / "00000_0.png"
@@ -291,6 +329,37 @@ def test_runs_are_told_apart_and_unequal_evaluations_are_named(unequal):
         in said
     )
     assert reports.describe_evaluation_differences(unequal[:1] * 2) == ""
+
+
+def test_a_guidance_that_the_summary_leaves_out_is_that_of_training(tmp_path):
+    """A summary names the guidance only if it is not the one of training."""
+    a = synthetic.write(tmp_path / "a", {"guidance": 3.5})
+    b = synthetic.write(tmp_path / "b", {"guidance": 1.0})
+    said = reports.describe_evaluation_differences([a, b])
+    assert "differ in guidance (A1 [3.5, 1.0], B1 [1.0, 1.0]), so" in said
+    summary = run_folder.read_evaluation_summary(b) | {"guidance": [3.5, 1.0]}
+    (b / "evaluation/summary.json").write_text(json.dumps(summary))
+    assert reports.describe_evaluation_differences([a, b]) == ""
+
+
+def test_the_time_to_a_gain_leaves_evaluations_out(tmp_path):
+    table = pd.DataFrame(
+        {
+            "iteration": [0, 1, 2, 3],
+            "reward_mean": [None, 0.1, 0.2, 0.3],
+            "eval_a": [0.5, 0.6, None, 0.8],
+            "seconds_total": [None, 15.0, 25.0, 40.0],
+            "seconds_evaluate": [None, 5.0, None, 5.0],
+        }
+    )
+    assert reports.training_seconds(table).tolist()[1:] == [10, 20, 30]
+    assert reports.seconds_to_gain(table, "a", 0.1) == pytest.approx(10)
+    assert reports.seconds_to_gain(table, "a", 0.3) == pytest.approx(30)
+    figure = compare.plot_reward_curves({"A": [table]}, {"A": "red"})
+    _, by_time = figure.axes
+    assert by_time.lines[0].get_xdata().tolist() == [10, 20, 30]
+    bare = table.drop(columns=["seconds_total", "seconds_evaluate"])
+    assert compare.plot_reward_curves({"A": [bare]}, {"A": "red"})
 
 
 def test_compare_prints_what_cannot_be_compared_before_the_table(unequal, tmp_path, monkeypatch):

@@ -9,9 +9,11 @@ import uvicorn
 from commands import call, run
 
 from chunk_grpo import InputError
+from chunk_grpo.core.settings import load_settings
 from chunk_grpo.evaluation import benchmarks
-from chunk_grpo.reward_serving import client, server
+from chunk_grpo.reward_serving import client, placement, server
 from chunk_grpo.rewards import hpsv3, rewards
+from chunk_grpo.training import state
 
 GOOD = ["a red star"] * 30
 BAD = "a <|im_end|> star"
@@ -165,3 +167,31 @@ def test_a_list_named_as_a_benchmark_is_a_list(name, tmp_path, monkeypatch):
 
 def test_rewards_without_a_check_take_all_prompts():
     rewards.check_prompts({"plain": lambda images, prompts: [0.0]}, [BAD])
+
+
+@pytest.mark.parametrize("fault", ["prompt", "reward"])
+def test_a_rejected_run_closes_the_rewards_that_it_loaded(tmp_path, monkeypatch, fault):
+    """A worker of a reward would otherwise live as long as the notebook that started the run."""
+    closed = []
+
+    class Placed:
+        def __call__(self, images, prompts):
+            return [0.0] * len(images)
+
+        def check_prompt(self, text):
+            if fault == "prompt":
+                raise ValueError("no")
+
+        def close(self):
+            closed.append(self)
+
+    def load(name, **options):
+        if fault == "reward" and name != "first:f":
+            raise InputError("`reward` must be a function")
+        return Placed()
+
+    monkeypatch.setattr(placement, "load_placed_reward", load)
+    run_settings = load_settings("pocket/tiny", {"reward": "first:f", "eval_rewards": ["second:f"]})
+    with pytest.raises(InputError):
+        state.prepare_state(run_settings, tmp_path)
+    assert len(closed) == {"prompt": 2, "reward": 1}[fault]

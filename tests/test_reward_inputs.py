@@ -216,3 +216,32 @@ def test_changed_records_are_changed_prompts_when_a_run_is_resumed(own):
         "records_sha256"
     ]
     assert "records_sha256" not in check_and_hash_inputs(settings.load_settings("pocket/tiny"))
+
+
+def test_fields_that_are_added_to_a_list_are_noticed(own):
+    from chunk_grpo.models.inputs import describe_inputs, find_changed_input
+
+    prompts = [sign["prompt"] for sign in SIGNS]
+    (own / "plain.jsonl").write_text("".join(json.dumps({"prompt": p}) + "\n" for p in prompts))
+    lists = {"prompts": str(own / "plain.jsonl"), "eval_prompts": str(own / "plain.jsonl")}
+    run_settings = settings.load_settings("pocket/tiny", lists)
+    known = {"inputs": describe_inputs(run_settings)}
+    assert find_changed_input(run_settings, known) is None
+    (own / "plain.jsonl").write_text("".join(json.dumps(sign) + "\n" for sign in SIGNS))
+    assert find_changed_input(run_settings, known) == "prompts"
+    older = {name: value for name, value in known["inputs"].items() if "records" not in name}
+    assert find_changed_input(run_settings, {"inputs": older}) is None
+
+
+def test_a_run_is_not_resumed_with_fields_that_were_added_to_its_list(own):
+    from chunk_grpo.runs import run_folder
+
+    prompts = [sign["prompt"] for sign in SIGNS]
+    (own / "plain.jsonl").write_text("".join(json.dumps({"prompt": p}) + "\n" for p in prompts))
+    lists = {"prompts": str(own / "plain.jsonl"), "eval_prompts": str(own / "plain.jsonl")}
+    run_settings = settings.load_settings("pocket/tiny", lists)
+    run_folder.create_run(run_settings, own / "run")
+    run_folder.create_run(run_settings, own / "run", resume=True)
+    (own / "plain.jsonl").write_text("".join(json.dumps(sign) + "\n" for sign in SIGNS))
+    with pytest.raises(InputError, match="`prompts` must be the same when a run is resumed"):
+        run_folder.create_run(run_settings, own / "run", resume=True)

@@ -164,3 +164,72 @@ def test_reward_of_a_model_with_random_weights_is_rejected(changes):
 def test_sizes_that_are_not_one_per_prompt_are_rejected():
     with pytest.raises(InputError, match="`sizes` must be one per prompt; got 1 for 2 prompts"):
         profiles.measure_distances(None, ["a", "b"], [0, 1], 1, 0, None, sizes=[64])
+
+
+TIMED = """def timed(images, prompts, timeout=1.0):
+    return [timeout] * len(prompts)
+"""
+
+
+def environment_of_this_python(folder):
+    """Make a folder that looks like an environment and starts this interpreter."""
+    (folder / "bin").mkdir()
+    (folder / "bin/python").write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    (folder / "bin/python").chmod(0o755)
+    return str(folder)
+
+
+@pytest.mark.parametrize("place", ["worker", "environment"])
+def test_an_option_of_both_the_reward_and_its_child_process_is_rejected(tmp_path, place):
+    (tmp_path / "timed.py").write_text(TIMED)
+    (tmp_path / "own").mkdir()
+    places = {"worker": True, "environment": environment_of_this_python(tmp_path / "own")}
+    name = f"{tmp_path / 'timed.py'}:timed"
+    with pytest.raises(InputError, match="`timeout` must be left out for .* in a child process"):
+        load_placed_reward(name, timeout=20.0, **{place: places[place]})
+    reward = load_placed_reward(name, retries=0, **{place: places[place]})
+    assert reward(torch.ones(1, 3, 8, 8), ["x"]).tolist() == [1.0]
+    reward.close()
+
+
+def test_an_option_of_both_a_shipped_reward_and_its_child_process_is_rejected():
+    options = {"base_url": "http://127.0.0.1:9", "model": "m", "ask": False}
+    with pytest.raises(InputError, match="`retries` must be left out for vlm-judge in a child"):
+        load_placed_reward("vlm-judge", worker=True, retries=1, **options)
+
+
+@pytest.mark.parametrize(("name", "pixels"), [("hpsv21", "exact"), ("pickscore", "bytes")])
+def test_a_shipped_reward_gets_bytes_only_if_it_rounds_images_itself(name, pixels, monkeypatch):
+    monkeypatch.setattr(placement.LocalServer, "start", lambda server: server)
+    assert load_placed_reward(name, worker=True).worker_options.pixels == pixels
+    asked = {}
+    monkeypatch.setattr(
+        placement.client, "load_remote_reward", lambda url, **more: asked.update(more)
+    )
+    load_placed_reward(name, url="http://127.0.0.1:9")
+    assert asked.get("pixels", "exact") == pixels
+
+
+@pytest.mark.parametrize("place", ["url", "environment"])
+def test_an_empty_place_is_rejected(place):
+    with pytest.raises(InputError, match=f"`{place}` of .* must be a text that is not empty"):
+        load_placed_reward("pocket-clip", **{place: ""})
+
+
+@pytest.mark.parametrize("place", ["worker", "environment"])
+def test_a_child_process_loads_no_code_of_the_working_folder_unless_that_is_allowed(
+    tmp_path, monkeypatch, place
+):
+    (tmp_path / "red_here.py").write_text(REWARD)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", ["", str(tmp_path), *sys.path])
+    places = {"worker": True, "environment": environment_of_this_python(tmp_path)}
+    options = {place: places[place]}
+    names = ["red_here.py:red"] if place == "environment" else ["red_here.py:red", "red_here:red"]
+    for name in names:
+        with pytest.raises(
+            InputError, match="`reward` must be package.module:name or file.py:name"
+        ):
+            load_placed_reward(name, False, **options)
+        load_placed_reward(name, True, **options).close()
+    load_placed_reward(f"{tmp_path / 'red_here.py'}:red", False, **options).close()

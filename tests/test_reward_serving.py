@@ -196,6 +196,11 @@ def test_an_environment_is_made_from_a_requirements_file(tmp_path, monkeypatch):
     file = tmp_path / "my_reward.txt"
     file.write_text("# mine\n--no-index\n--find-links wheels\nownlib==1.0\n")
     monkeypatch.chdir(tmp_path)
+    # With these variables of another project, pip would take the package for installed, or put it elsewhere.
+    (tmp_path / "other/ownlib-1.0.dist-info").mkdir(parents=True)
+    (tmp_path / "other/ownlib-1.0.dist-info/METADATA").write_text(about)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "other"))
+    monkeypatch.setenv("PIP_TARGET", str(tmp_path / "target"))
     said = []
     folder = placement.create_environment("my_reward.txt", said.append)
     assert placement.environment_python("my_reward.txt") == folder / "bin/python"
@@ -509,6 +514,39 @@ def test_pictures_of_different_sizes_are_scored_together():
         assert client.load_remote_reward(url)(pictures, PROMPTS[:3]).tolist() == [3, 9, 5]
 
 
+def test_calls_beyond_the_limits_of_a_server_are_sent_in_parts():
+    """By the number of images or by their bytes; a group stays whole, and what fits is one request."""
+    seen = []
+
+    def reward(images, prompts, groups):
+        seen.append(list(groups))
+        return images[:, 0].mean((1, 2))
+
+    def counted(images, prompts):
+        seen.append(len(prompts))
+        return red(images, prompts) if isinstance(images, torch.Tensor) else [0.0] * len(images)
+
+    image_bytes = IMAGES[0].numel() * 4
+    for limits, sent in (
+        ({"images": 5}, [5]),
+        ({"images": 2}, [2, 2, 1]),
+        ({"bytes": 3 * image_bytes}, [2, 2, 1]),
+        ({"bytes": 6 * image_bytes}, [5]),
+    ):
+        seen.clear()
+        with serve("r", counted, **limits) as url:
+            remote = client.load_remote_reward(url)
+            assert torch.equal(remote(IMAGES, PROMPTS), red(IMAGES, PROMPTS)) and seen == sent
+            assert remote(PICTURES, PROMPTS).shape == (5,)
+    with serve("r", reward, images=3) as url:
+        remote = client.load_remote_reward(url)
+        seen.clear()
+        scores = remote(IMAGES, PROMPTS, groups=[0, 0, 1, 1, 1])
+        assert torch.equal(scores, red(IMAGES, PROMPTS)) and seen == [[0, 0], [1, 1, 1]]
+        with pytest.raises(InputError, match="images must be 1 to 3"):
+            remote(IMAGES, PROMPTS, groups=[0] * 5)
+
+
 def test_the_server_says_what_it_refuses(monkeypatch):
     def reward(images, prompts):
         if "crash" in prompts:
@@ -533,10 +571,11 @@ def test_the_server_says_what_it_refuses(monkeypatch):
             match=r"rejected the request \(413\): body must have at most 500000 bytes",
         ):
             ask(torch.rand(1, 3, 500, 500), ["a"])
+        unaware = ask.model_copy(update={"server_info": {}})  # sends any number of images at once
         with pytest.raises(
             InputError, match=r"rejected the request \(400\): images must be 1 to 5"
         ):
-            ask(IMAGES[[0] * 6], ["a"] * 6)
+            unaware(IMAGES[[0] * 6], ["a"] * 6)
         with pytest.raises(
             InputError,
             match=r"rejected the request \(422\): reward: r returned nan for the prompt 'nan'",

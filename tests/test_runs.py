@@ -1,5 +1,6 @@
 """Run folders, training to its end and reports: what a lesson should not carry."""
 
+import contextlib
 import json
 import os
 import re
@@ -8,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +20,7 @@ import synthetic
 import torch
 
 from chunk_grpo import InputError
-from chunk_grpo.core import files
+from chunk_grpo.core import files, machine
 from chunk_grpo.core import settings as setting
 from chunk_grpo.core.files import append_json_line
 from chunk_grpo.planning import disk
@@ -35,7 +37,7 @@ def settings(tmp_path, monkeypatch):
     prompts.write_text("a red star\ntwo dogs\n")
     real = {"model_sha256": "a" * 64, "prompts_sha256": "b" * 64}
     monkeypatch.setattr(run_folder, "check_and_hash_inputs", lambda settings: real)
-    monkeypatch.setattr(disk, "estimate_new_disk_bytes", lambda settings: (1, 0))
+    monkeypatch.setattr(disk, "estimate_new_disk_bytes", lambda settings, references: (1, 0))
     return setting.load_settings(
         "pocket/tiny", {"prompts": str(prompts), "eval_prompts": str(prompts)}
     )
@@ -65,7 +67,9 @@ ROOM = {  # gigabytes that the run needs, the embeddings need, whether they shar
 @pytest.mark.parametrize("case", ROOM)
 def test_the_disk_has_room_for_the_embeddings_too(settings, tmp_path, monkeypatch, case):
     run, cache, same, free, words = ROOM[case]
-    monkeypatch.setattr(disk, "estimate_new_disk_bytes", lambda settings: (run * GB, cache * GB))
+    monkeypatch.setattr(
+        disk, "estimate_new_disk_bytes", lambda settings, references: (run * GB, cache * GB)
+    )
     other = tmp_path if same else Path("/dev")
     monkeypatch.setenv("CHUNK_GRPO_CACHE", str(other))
     rooms = {tmp_path: free[0] * GB, other: free[1] * GB}
@@ -77,6 +81,26 @@ def test_the_disk_has_room_for_the_embeddings_too(settings, tmp_path, monkeypatc
         return
     with pytest.raises(InputError, match=words):
         check_disk_space(settings, tmp_path / "run")
+
+
+def test_a_resumed_run_needs_room_only_for_what_it_has_not_written(settings, tmp_path, monkeypatch):
+    run = tmp_path / "run"
+    (run / "checkpoints/000002").mkdir(parents=True)
+    (run / "run.json").write_text("{}")
+    with open(run / "checkpoints/000002/weights.safetensors", "wb") as file:
+        file.truncate(4 * GB)
+    monkeypatch.setattr(disk, "estimate_new_disk_bytes", lambda settings, references: (6 * GB, 0))
+    monkeypatch.setattr(disk.shutil, "disk_usage", lambda place: SimpleNamespace(free=3 * GB))
+    check_disk_space(settings, run)
+    monkeypatch.setattr(disk.shutil, "disk_usage", lambda place: SimpleNamespace(free=GB))
+    with pytest.raises(
+        InputError, match="`out` must lie where the run's files have room, about 2.00"
+    ):
+        check_disk_space(settings, run)
+    # What another program left in the folder of a new run is not subtracted.
+    (run / "run.json").unlink()
+    with pytest.raises(InputError, match="about 6.00 GB"):
+        check_disk_space(settings, run)
 
 
 @pytest.fixture
@@ -170,7 +194,9 @@ def test_refusals_write_nothing(settings, tmp_path, monkeypatch, case):
         resume = True
         run_settings = settings.model_copy(update={"clip_range": 0.5})
     elif case == "no space":
-        monkeypatch.setattr(disk, "estimate_new_disk_bytes", lambda settings: (10**18, 0))
+        monkeypatch.setattr(
+            disk, "estimate_new_disk_bytes", lambda settings, references: (10**18, 0)
+        )
     else:
         processes = 3
     words = {
@@ -617,3 +643,80 @@ def test_comparing_needs_evaluated_runs_and_groups_by_seed(tmp_path):
     )
     with pytest.raises(InputError, match="must be evaluated"):
         compare_runs([a, synthetic.write(tmp_path / "d", evaluated=False)])
+
+
+def test_a_worker_prints_the_warnings_that_its_error_stream_would_hide(
+    settings, trainer, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    trainer(lambda run, log: log("warning: the checkpoint is damaged"))
+    launch.train(settings, tmp_path / "run")
+    shown = capsys.readouterr()
+    assert (shown.out, shown.err) == ("warning: the checkpoint is damaged\n", "")
+
+
+def test_the_seconds_of_interrupted_sessions_count_too(settings, trainer, tmp_path, monkeypatch):
+    clock = SimpleNamespace(now=1000.0)
+    monkeypatch.setattr(launch.time, "time", lambda: clock.now)
+
+    def session(error):
+        def act(run, log):
+            clock.now += 100
+            if error:
+                raise error
+
+        return act
+
+    out = tmp_path / "run"
+    for error, seconds in ((KeyboardInterrupt(), 100.0), (ValueError(), 200.0), (None, 300.0)):
+        trainer(session(error))
+        with contextlib.suppress(KeyboardInterrupt, machine.TrainingFailed):
+            launch.train(settings, out, resume="auto")
+        assert run_folder.read_run_info(out)["seconds"] == seconds
+
+
+def test_restarts_of_one_process_are_refused(settings, tmp_path):
+    with pytest.raises(InputError, match="`max_restarts` must be 0 with one process, .*; got 2"):
+        launch.train(settings, tmp_path / "run", max_restarts=2)
+    assert not (tmp_path / "run").exists()
+
+
+def test_more_processes_than_gpus_are_refused(settings, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(InputError, match="`processes` must be at most 2, .*; got 3"):
+        launch.train(settings, tmp_path / "run", processes=3)
+    assert not (tmp_path / "run").exists()
+    # On the CPU, GPUs do not matter: the error is that of the callbacks, which are checked later.
+    on_cpu = settings.model_copy(update={"device": "cpu"})
+    with pytest.raises(InputError, match="`callbacks` must be names"):
+        launch.train(on_cpu, tmp_path / "run", processes=3, callbacks=[print])
+
+
+def test_the_status_of_a_run_that_only_others_may_write_can_be_read(
+    settings, tmp_path, monkeypatch
+):
+    out = run_folder.create_run(settings, tmp_path / "run")
+
+    def open_for_reading(file, mode="r", **options):
+        if set(mode) & set("wa+"):
+            raise PermissionError(13, "Permission denied", str(file))
+        return open(file, mode, **options)
+
+    monkeypatch.setattr(run_folder, "open", open_for_reading, raising=False)
+    assert not run_folder.is_training(out)
+    with files.lock_log(out / "train.log"):
+        assert run_folder.is_training(out)
+
+
+def test_another_number_of_processes_is_warned_of(settings, tmp_path):
+    settings = settings.model_copy(update={"prompts_per_iteration": 2})
+    out = run_folder.create_run(settings, tmp_path / "run", processes=2)
+    with warnings.catch_warnings(action="error"):
+        run_folder.create_run(settings, out, resume=True)  # nothing was trained with 2
+        run_folder.create_run(settings, out, resume=True, processes=2)
+        (out / "checkpoints").mkdir()
+        run_folder.create_run(settings, out, resume=True, processes=2)
+    with pytest.warns(
+        UserWarning, match="with 2 processes and resumes with 1, .* differ by rounding"
+    ):
+        run_folder.create_run(settings, out, resume=True)

@@ -17,6 +17,7 @@ from chunk_grpo import InputError, export_run, sample_run, sample_widget
 from chunk_grpo.cli import main
 from chunk_grpo.core import settings
 from chunk_grpo.core.files import hash_files, read_json, write_json
+from chunk_grpo.evaluation import run_images
 from chunk_grpo.evaluation.evaluate import evaluate
 from chunk_grpo.models import trainable
 from chunk_grpo.models.inputs import check_and_hash_inputs, describe_inputs, locate_model
@@ -151,6 +152,29 @@ def test_a_run_that_goes_on_is_sampled_from_its_checkpoint(tmp_path, monkeypatch
     (run / "checkpoints/000002/weights.safetensors").write_bytes(b"cut")
     with pytest.raises(InputError, match="damaged"):
         sample_run(run, PROMPTS[:1])
+
+
+def test_an_interrupted_continuation_counts_by_its_checkpoint(tmp_path, monkeypatch):
+    """A finished run that is resumed keeps the final/ of its earlier end, which nobody may take for the new one."""
+    monkeypatch.setenv("CHUNK_GRPO_CACHE", str(tmp_path / "cache"))
+    run = make(tmp_path)
+    note = read_json(run / "run.json")
+    for status in ("created", "running", "interrupted", "failed"):
+        run_folder.update_run_json(run, status=status)
+        with pytest.raises(InputError, match="neither final weights nor a checkpoint"):
+            run_images.find_newest_weights(run)
+        for function in (run_images.find_trained_weights, run_images.hash_trained_weights):
+            with pytest.raises(InputError, match="was resumed and is not finished"):
+                function(run)
+    about = {"run_id": note["run_id"], "settings": note["settings"]}
+    weights = {"weights": {"0": torch.zeros(2)}}
+    rest = {"seconds": 1.0, "seconds_cpu": 1.0, "ema_step": 0}
+    checkpoints.write_checkpoint(run, 2, weights, rest, identity=about)
+    assert run_images.find_newest_weights(run).name == "000002"
+    run_folder.update_run_json(run, status="finished")
+    assert run_images.find_newest_weights(run).name == "final"
+    (run / "run.json").unlink()
+    assert run_images.find_trained_weights(run).name == "final"
 
 
 def test_the_command_writes_images_and_a_sheet(lora, tmp_path, monkeypatch):

@@ -167,6 +167,33 @@ def test_a_server_and_modules_may_have_rewards_of_any_name():
     assert settings.load_settings(given).eval_rewards == ("a.b:c",)
 
 
+def test_a_preset_without_a_class_needs_load_settings():
+    for name, preset in settings.METHODS.items():
+        if name == "chunk" or "class" in preset:
+            continue
+        with pytest.raises(InputError, match="`method` must be chunk in `Settings`; load_settings"):
+            settings.Settings(method=name)
+    loaded = settings.load_settings({"method": "dance"})
+    assert loaded.method == "chunk" and loaded.sampler == "dance"
+    assert settings.load_settings(loaded.model_dump(mode="json")) == loaded
+
+
+def test_a_chunker_may_be_in_a_folder_with_spaces(tmp_path):
+    folder = tmp_path / "my code"
+    folder.mkdir()
+    (folder / "cut.py").write_text("def cut(profile):\n    return [len(profile)]\n")
+    path = f"{folder / 'cut.py'}:cut"
+    assert settings.load_settings({"chunks": path}).chunks == path
+    assert settings.load_settings({"chunks": "2, 3, 4, 7"}).chunks == "2,3,4,7"
+
+
+def test_train_chunks_may_name_any_chunk_that_a_chunker_can_return():
+    for numbers in ("5,6", "16"):
+        loaded = settings.load_settings({"chunks": "mine:cut", "train_chunks": numbers})
+        assert loaded.train_chunk_numbers == tuple(int(n) - 1 for n in numbers.split(","))
+    assert "`train_chunks`" in refused({"chunks": "mine:cut", "train_chunks": "18"})
+
+
 def test_exponents_are_numbers_in_every_way_they_are_written():
     for text in ("1e-3", "1E-3", "1.e-3", "1.0e-3", "0.001", "10e-4", "+1e-3"):
         assert (
@@ -271,6 +298,17 @@ def test_a_date_is_text_and_shared_lists_are_written_out(tmp_path):
     shared = ["to_q"]
     written = validation.dump_yaml({"a": shared, "b": shared})
     assert validation.parse_yaml(written, "it") == {"a": ["to_q"], "b": ["to_q"]}
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["1e5", "1E5", "-2e-3", "1.e3", ".5e3", "010", "1:30", "12", "0x1F", "yes", "null", "-", ""],
+)
+def test_a_text_that_looks_like_a_number_stays_a_text(text):
+    content = {"model": text, text: [text, 1e-5, 100000]}
+    written = validation.dump_yaml(content)
+    assert validation.parse_yaml(written, "it") == content
+    assert yaml.safe_load(written) == content
 
 
 def test_settings_are_frozen_and_come_back_from_yaml_and_json():

@@ -17,6 +17,7 @@ from chunk_grpo import InputError
 from chunk_grpo.core import settings
 from chunk_grpo.measurements import speed
 from chunk_grpo.models import trainable
+from chunk_grpo.planning import devices
 from chunk_grpo.theory.chunks import Chunks
 from chunk_grpo.theory.sampler import Sampler
 from chunk_grpo.theory.schedule import sigmas
@@ -400,3 +401,46 @@ def test_the_program_measures_and_the_page_shows_it(tmp_path):
         )
     shutil.copytree(ROOT / "runs/results/gpu", tmp_path / "gpu")  # the page reads its shares too
     page_runs(tmp_path, tmp_path / "log")
+
+
+@pytest.mark.parametrize(
+    "model, changes, sentence",
+    [
+        ("pocket", ["method=nft"], "`method` must be chunk in a speed measurement; got nft"),
+        ("pocket", ["chunk_weighting=profile"], "`chunk_weighting` must be uniform or dynamics"),
+        ("flux-size", ["true_cfg_scale=3"], "`true_cfg_scale` must be 1 with flux-size"),
+    ],
+)
+def test_what_is_not_measured_is_refused(model, changes, sentence):
+    with pytest.raises(InputError, match=sentence):
+        speed.load_workload_settings(model, changes)
+
+
+def test_the_settings_of_a_run_reach_the_measurement(monkeypatch):
+    changes = [
+        "prompts_per_iteration=1",
+        "images_per_prompt=2",
+        "rollout_batch=2",
+        "steps=5",
+        "chunks=1,1,2",
+        "chunk_fraction=0.5",
+        "train_chunks=1,2",
+        "chunk_weighting=dynamics",
+        "noise_spread=0.5",
+        "latents_dtype=bfloat16",
+    ]
+    workload = speed.prepare_workload(speed.load_workload_settings("pocket", changes))
+    paths = workload.rollout()
+    assert paths.latents.dtype == torch.bfloat16
+    assert not torch.equal(paths.latents[0, 0], paths.latents[1, 0])  # of the same prompt
+    assert {number for (number,) in workload.sample_chunks(paths).tolist()} <= {0, 1}
+    assert workload.update(paths) == 2
+
+    size = ["resolution=64", "max_tokens=8", "vae_tiling=true", "lora_rank=4"]
+    policy = speed.load_workload_policy(
+        speed.load_workload_settings("flux-size", size), LAYERS, LEVELS
+    )
+    assert policy.vae.use_tiling and policy.vae.use_slicing
+    # A measurement on the CPU compares with the CPU's rate, even if there is a GPU.
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert devices.measure_matmul_rate("float32", 0.01, "cpu") > 0

@@ -10,12 +10,14 @@ import claims
 import psutil
 import pytest
 import small_study
+import study_rows
 from commands import call, run, start
 from small_study import STUDY, begin, rows, trainers, wait_for
 
 from chunk_grpo import InputError
 from chunk_grpo.core import settings
 from chunk_grpo.core.files import write_json
+from chunk_grpo.reporting.reports import write_report
 from chunk_grpo.studies import design, pilot, study
 
 
@@ -103,6 +105,94 @@ def test_rows_from_elsewhere_are_taken(home, through, tmp_path):
     changed = json.loads(lines[0])
     changed["settings"]["learning_rate"] *= 2
     assert design.find_finished_row(design.expand_trials(home)[0], out, [changed]) is None
+
+
+def test_rows_count_as_finished_although_their_folders_were_deleted(home, through, tmp_path):
+    out = tmp_path / "small"
+    out.mkdir()
+    shutil.copy(through / "results.jsonl", out)
+    said = run("study", home, "--out", out)
+    assert "3 of 3 trials are finished, 0 are left" in said and rows(out) == rows(through)
+
+
+def test_rows_of_other_held_out_prompts_are_not_taken(home, through, tmp_path):
+    trial = design.expand_trials(home)[0]
+    row = json.loads((through / "results.jsonl").read_text().splitlines()[0])
+    assert design.find_finished_row(trial, tmp_path, [row])
+    assert design.find_finished_row(trial, tmp_path, [row | {"eval_sha256": "0" * 64}]) is None
+    del row["eval_sha256"]  # a row of an earlier version
+    assert design.find_finished_row(trial, tmp_path, [row])
+
+
+def test_a_report_compares_the_planned_pairs_and_calls_unplanned_trials_exploratory(tmp_path):
+    found = study_rows.write(tmp_path, "referee", seeds=3, only=("steps", "crd", "crd-chunk"))
+    plan = {"sha256": "0" * 64, "commit": "0" * 40, "unplanned": True, "peeks": []}
+    for unplanned in (True, False):
+        lines = [json.dumps(row | {"plan": plan | {"unplanned": unplanned}}) for row in found]
+        (tmp_path / "results.jsonl").write_text("\n".join(lines) + "\n")
+        page = write_report(
+            "study",
+            tmp_path / "report.html",
+            home=str(design.find_study_folder("referee")),
+            folder=str(tmp_path),
+        )
+        text = page.read_text()
+        assert "crd-chunk minus crd" in text and "chunks choose the levels" in text
+        assert "crd minus steps" not in text  # no planned pair
+        assert ("the results are exploratory" in text) == unplanned
+        assert ("The plan was committed before the first trial." in text) != unplanned
+
+
+def test_a_new_study_keeps_the_settings_of_its_base_file(tmp_path):
+    base = tmp_path / "my.yaml"
+    base.write_text("like: pocket/demo\nstatistic: guard\n")
+    folder = design.write_new_study(tmp_path / "2024", ["chunk", "steps"], base)
+    trials = {trial.arm: trial.settings for trial in design.expand_trials(folder)}
+    assert trials["chunk"].statistic == trials["steps"].statistic == "guard"
+    assert design.load_study(folder).title == "2024"
+
+
+def test_two_files_of_one_name_are_refused_by_a_new_study(tmp_path):
+    code = "from chunk_grpo.training.method import Method\n\n\nclass {}(Method):\n    pass\n"
+    for name, class_name in (("one", "First"), ("two", "Second")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "rank.py").write_text(code.format(class_name))
+    arms = [f"{tmp_path}/one/rank.py:First", f"{tmp_path}/two/rank.py:Second"]
+    with pytest.raises(InputError, match="files with different names"):
+        design.write_new_study(tmp_path / "new", arms, "pocket/tiny")
+    assert not (tmp_path / "new").exists()
+
+
+def test_tuned_settings_of_an_arm_that_the_study_does_not_have_are_refused(home, tmp_path):
+    folder = tmp_path / "renamed"
+    shutil.copytree(home, folder)
+    (folder / "tuned.yaml").write_text("stairs: {settings: {learning_rate: 0.5}}\n")
+    with pytest.raises(InputError, match="must name arms of the study.*got stairs"):
+        design.expand_trials(folder)
+
+
+@pytest.mark.parametrize(
+    "words, part",
+    [
+        (["explain", "--base", "pocket/tiny"], "`--base` must go with `--new`"),
+        (["n", "--new", "--arms", "a,b", "--seeds", "0"], "`--new` must be given without --seeds"),
+        (["n", "--new"], "`--arms` must name at least two methods; got none"),
+        (["explain", "--arms", "steps", "--seeds", "999"], "`seeds` must"),
+    ],
+)
+def test_options_without_effect_are_refused(tmp_path, words, part):
+    done = call("study", *words, cwd=tmp_path)
+    assert done.returncode == 2 and part in done.stderr and not [*tmp_path.iterdir()]
+
+
+def test_tuned_values_may_be_lists():
+    points = [{"chunks": [1, 2], "gain": 0.1, "gains": [0.1, 0.12]}]
+    points.append({"chunks": [3], "gain": 0.2, "gains": [0.2, 0.21]})
+    best = {"points": points, "settings": {"chunks": [3]}, "gain": 0.2, "edge": ["chunks"]}
+    assert pilot.next_points(None, {"a": best}) == {}
+    table = pilot.tuning_difference_sd({"a": best, "b": best}, "a")
+    assert list(table.index) == ["b"] and table.sd["b"] == 0
+    assert pilot.paired_power(float("inf"), 8) == 1
 
 
 def test_arms_share_prompts_and_noise(through):

@@ -7,6 +7,7 @@ from chunk_grpo import InputError
 from chunk_grpo.core import settings
 from chunk_grpo.runs import launch
 from chunk_grpo.training.method_loading import load_method
+from chunk_grpo.training.state import prepare_state
 
 HEAD = """import abc
 import torch
@@ -230,6 +231,21 @@ def test_a_fault_of_a_chunker_is_one_sentence(tmp_path, body, words):
     assert said.startswith("`chunks` must") and words in said, said
 
 
+def test_a_fault_of_a_chunker_of_levels_is_one_sentence(tmp_path):
+    (tmp_path / "c.py").write_text("def f(profile):\n    return [1, 1]\n")
+    changes = {"method": "nft", "shared_noise": False, "chunks": f"{tmp_path / 'c.py'}:f"}
+    said = refused(tmp_path, **changes)
+    assert said.startswith("`chunks` must name a chunker that works") and "add up to" in said
+
+
+@pytest.mark.parametrize("method", ["chunk", "nft"])
+def test_a_chunker_that_returns_fewer_chunks_than_train_chunks_names_is_rejected(tmp_path, method):
+    (tmp_path / "c.py").write_text("def f(profile):\n    return [1, len(profile) - 1]\n")
+    changes = {"method": method, "shared_noise": False, "chunks": f"{tmp_path / 'c.py'}:f"}
+    said = refused(tmp_path, train_chunks="3", **changes)
+    assert said.startswith("`train_chunks` must") and "from 1 to 2" in said
+
+
 @pytest.mark.parametrize(
     "head, body, words",
     [
@@ -297,3 +313,19 @@ def test_a_window_that_comes_late_is_checked(tmp_path):
 def test_methods_of_the_table_are_made_as_before():
     for name in ("chunk", "steps", "neighbor"):
         assert load_method(settings.load_settings("pocket/tiny", {"method": name})).settings.steps
+
+
+@pytest.mark.parametrize(
+    "name, changes, words",
+    [
+        ("base", {}, "must have names other than base"),
+        ("a/b", {}, "without dots and slashes; got 'a/b'"),
+        ("a.b", {}, "without dots and slashes; got 'a.b'"),
+        ("reference", {"kl": 0.1, "anchor_every": 2}, "`anchor_every` must be 0 with"),
+    ],
+)
+def test_names_of_reference_weights_that_mean_others_are_refused(tmp_path, name, changes, words):
+    body = f"reference_decays = {{{name!r}: lambda iteration: 0.5}}"
+    changes = {"method": write(tmp_path, body), "chunks": "steps", **changes}
+    with pytest.raises(InputError, match=words):
+        prepare_state(settings.load_settings("pocket/tiny", changes), tmp_path)

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from chunk_grpo.core import settings as setting
 from chunk_grpo.core.files import read_json, write_json
-from chunk_grpo.core.machine import terminate_process_group
+from chunk_grpo.core.machine import die_with_parent, terminate_process_group
 from chunk_grpo.core.settings import Settings
 from chunk_grpo.measurements import speed
 from chunk_grpo.models import trainable
@@ -860,7 +860,14 @@ def run_command(words: list, log: Path) -> None:
     with open(log, "ab") as out:
         environment = os.environ | {"HF_HUB_OFFLINE": "1"}
         child = subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdout=out, stderr=out, start_new_session=True
+            command,
+            cwd=ROOT,
+            env=environment,
+            stdout=out,
+            stderr=out,
+            start_new_session=True,
+            # A check that is ended must not leave its training on the GPU.
+            preexec_fn=die_with_parent(os.getpid()),
         )
     try:
         code = child.wait()

@@ -227,6 +227,8 @@ def evaluate(
         folders = {}
         for pair in images:
             arm, _, folder = pair.partition("=")
+            if arm in folders:
+                raise InputError(f"`--images` must name each arm once; got {arm} twice")
             folders[arm] = Path(folder)
         for arm, folder in folders.items():
             if not arm or not folder.is_dir():

@@ -76,7 +76,8 @@ def plan(
 
         run_info = run_folder.read_run_info(run, ("settings", "processes", "machine"))
         metrics = run_folder.read_metrics_lines(run)
-        processes = run_info["processes"]
+        if processes is None:
+            processes = run_info["processes"]
     run_settings = settings.load_settings(
         source or run_folder.read_run_settings(run), overrides or ()
     )

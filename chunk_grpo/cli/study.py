@@ -98,8 +98,11 @@ def study(
         ),
     ] = False,
     base: Annotated[
-        str, typer.Option(help="With --new: the preset or settings file that all arms share.")
-    ] = "pocket/demo",
+        str | None,
+        typer.Option(
+            help="With --new: the preset or settings file that all arms share, by default pocket/demo."
+        ),
+    ] = None,
 ):
     """Run or resume a study, or write a new one."""
     numbers = parse_numbers("--seeds", seeds) or None
@@ -116,6 +119,23 @@ def study(
             raise InputError(
                 f"`--tune` must be given without {option}, because it tunes all arms on this machine; got both"
             )
+    if new:
+        without_effect = {
+            "--processes": processes,
+            "--out": out,
+            "--seeds": seeds,
+            "--known": known,
+            "--ray": ray,
+            "--unplanned": unplanned,
+            "--peek": peek,
+        }
+        for option, value in without_effect.items():
+            if value:
+                raise InputError(
+                    f"`--new` must be given without {option}, because it only writes files; got both"
+                )
+    elif base is not None:
+        raise InputError(f"`--base` must go with `--new`; got {base} without it")
     if missing := [file for file in known or [] if not file.is_file()]:
         raise InputError(f"`--known` must be a file that exists; got {str(missing[0])!r}")
     # These here, since they import torch.
@@ -123,7 +143,9 @@ def study(
     from chunk_grpo.studies import study as trials
 
     if new:
-        folder = design.write_new_study(name, split_commas(arms), base)
+        folder = design.write_new_study(
+            name, split_commas(arms) or [], "pocket/demo" if base is None else base
+        )
         return typer.echo(f"edit and commit {folder}/study.yaml, which lists the next steps")
     rows = [row for file in known or [] for row in files.read_json_lines(file)]
     with exit_if_interrupted(lambda: "the same command resumes the study"):

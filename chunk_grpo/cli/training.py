@@ -168,6 +168,11 @@ def train(
             command += ["--processes", str(processes)]
         if nodes > 1:
             command += ["--nodes", str(nodes), "--rendezvous", rendezvous]
+            command += ["--node-rank", str(node_rank)]
+        if max_restarts:
+            command += ["--max-restarts", str(max_restarts)]
+        if not report:
+            command.append("--no-report")
         for name in callback or ():
             command += ["--callback", name]
         if resume == "auto":

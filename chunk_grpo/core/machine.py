@@ -212,7 +212,7 @@ def check_environment_variables(
             for prefix, setting in _FOREIGN_SETTINGS.items():
                 if name.startswith(prefix):
                     if setting:
-                        advice = f"; use the setting `{setting}` instead"
+                        advice = f"; use the setting {setting} instead"
                     break
             raise InputError(
                 f"the environment variable {name}={os.environ[name][:60]} must be unset, because it changes "

@@ -267,11 +267,16 @@ class _SamplingSettings(BaseModel):
 
 # %% ../../nbs/02_core/04_settings.ipynb #29be7132
 def _format_sizes(value: Any) -> Any:
-    """Return chunk sizes as a string without spaces, such as "2,3,4,7"; return a value of another type unchanged."""
+    """Return chunk sizes as a string without spaces, such as "2,3,4,7".
+
+    The path of a code file, which may have spaces, and a value of another type are returned unchanged.
+    """
     sizes = value if isinstance(value, (list, tuple)) else [value]
     if sizes and all(type(size) is int for size in sizes):
         return ",".join(map(str, sizes))
-    return value.replace(" ", "") if isinstance(value, str) else value
+    if not isinstance(value, str) or ".py:" in value:
+        return value
+    return value.replace(" ", "")
 
 
 _SizesText = Annotated[_Text, BeforeValidator(_format_sizes)]
@@ -920,8 +925,10 @@ METHODS = read_yaml_file(PRESETS_DIR / "methods.yaml", "the table of methods")
 
 def named_code(settings: "Settings") -> list[str]:  # such as ["my_method.py:Rank"]
     """Return those values of `family`, `method`, `chunks` and `surrogate` that name a function or class to import."""
+    from chunk_grpo.theory.chunks import names_code
+
     values = (settings.family, settings.method, settings.chunks, settings.surrogate)
-    return [value for value in values if re.fullmatch(r".*\D:[A-Za-z_]\w*", value)]
+    return [value for value in values if names_code(value)]
 
 
 def _resolve_code_file(
@@ -1339,6 +1346,12 @@ def _check_merge(settings: "Settings") -> None:
     )
     _require(
         settings,
+        "sampler",
+        not power or settings.sampler == "flow",
+        "be flow if `merge` is entropy:POWER, whose formula is that of flow's noise",
+    )
+    _require(
+        settings,
         "merge",
         settings.chunk_rule.kind == "fixed" and settings.chunk_weighting != "profile",
         "be none if `chunks` or `chunk_weighting` depend on the profile",
@@ -1356,14 +1369,23 @@ def _check_method(settings: "Settings") -> None:
     from chunk_grpo.theory import chunks, sampler, sharing, surrogates
     from chunk_grpo.theory.windows import Window
 
-    is_code = re.fullmatch(r".+:[A-Za-z_]\w*", settings.method)
     _require(
         settings,
         "method",
-        settings.method in METHODS or is_code,
+        settings.method in METHODS or chunks.names_code(settings.method),
         "be one that `chunk-grpo methods` lists, such as steps, mix or nft, or code as file.py:name or "
         "package.module:name",
         value=_quote_with_suggestion(settings.method, METHODS),
+    )
+    # `load_settings` replaces the name of such a preset by chunk and the preset's settings.
+    has_class = "class" in METHODS.get(settings.method, {"class": ""})
+    _require(
+        settings,
+        "method",
+        settings.method == "chunk" or has_class,
+        f"be chunk in `Settings`; load_settings({{'method': {settings.method!r}}}) adds the settings that "
+        "this name stands for",
+        value=repr(settings.method),
     )
 
     # Which states the images of a group share, and what gets an advantage.
@@ -1404,8 +1426,10 @@ def _check_method(settings: "Settings") -> None:
         settings,
         "profile_every",
         not settings.profile_every
-        or settings.chunk_rule.kind != "fixed"
-        or settings.chunk_weighting == "profile",
+        or settings.chunk_rule.kind in ("profile", "code")
+        or settings.chunk_weighting == "profile"
+        # A class that overrides `chunks` gets the profile even if the setting is adaptive.
+        or (settings.chunk_rule.kind == "adaptive" and ":" in settings.method),
         "be 0 unless `chunks` or `chunk_weighting` depend on the profile",
     )
 
@@ -1523,7 +1547,8 @@ class Settings(_RewardSettings, _OptimizerSettings, _ChunkSettings, _SamplingSet
     def train_chunk_numbers(self) -> tuple[int, ...] | None:
         """Return the numbers of the chunks that may be trained, counted from 0, or None if these are all chunks.
 
-        Raises InputError if `chunks` or `train_chunks` is malformed.
+        How many chunks a function or a method's class returns is not known here, so too large a number is found only
+        when the method is loaded. Raises InputError if `chunks` or `train_chunks` is malformed.
         """
         from chunk_grpo.theory import chunks, dynamics
 
@@ -1538,8 +1563,9 @@ class Settings(_RewardSettings, _OptimizerSettings, _ChunkSettings, _SamplingSet
             value=repr(self.train_chunks),
         )
         count = len(rule.chunks) if rule.chunks else min(dynamics.DEFAULT_CHUNKS, self.transitions)
-        # A method's class may also train the last transition; it checks the numbers itself.
-        if self.method != "chunk" and self.chunks == "steps":
+        # A function may return as many chunks as there are transitions. A method's class may also train the last
+        # transition. Both are checked when the method is loaded.
+        if rule.kind == "code" or (self.method != "chunk" and self.chunks == "steps"):
             count = self.steps
         return tuple(chunks.parse_chunk_numbers(self.train_chunks, count))
 

@@ -272,6 +272,15 @@ def read_yaml_file(
     return values
 
 
+class _QuotingDumper(yaml.SafeDumper):
+    """A YAML dumper that quotes every text, such as 1e5, that `parse_yaml` or YAML 1.1 would read as another type."""
+
+    yaml_implicit_resolvers = {
+        character: [*resolvers, *_StrictLoader.yaml_implicit_resolvers.get(character, [])]
+        for character, resolvers in yaml.SafeDumper.yaml_implicit_resolvers.items()
+    }
+
+
 def dump_yaml(
     content: dict,  # its values must be of types that JSON has
     width: int = 80,  # maximum length of a line, in characters
@@ -281,6 +290,11 @@ def dump_yaml(
 ) -> str:
     """Format a dictionary as YAML, without aliases, that `parse_yaml` reads back unchanged and in the same order."""
     copies = json.loads(json.dumps(content))  # YAML would write shared lists as aliases
-    return yaml.safe_dump(
-        copies, sort_keys=False, allow_unicode=True, default_flow_style=flow, width=width
+    return yaml.dump(
+        copies,
+        Dumper=_QuotingDumper,
+        sort_keys=False,
+        allow_unicode=True,
+        default_flow_style=flow,
+        width=width,
     )

@@ -31,6 +31,7 @@ from chunk_grpo.core.files import (
     sha256_of,
     write_json,
 )
+from ..core.user_code import code_hashes
 from . import detector, geneval, judged
 from chunk_grpo.evaluation.evaluate import (
     changed_setting_names,
@@ -41,6 +42,7 @@ from chunk_grpo.evaluation.evaluate import (
     summarise_evaluation,
 )
 from .paper_tables import paper_benchmark_rows
+from .parts import score_prompt_images
 from chunk_grpo.evaluation.run_images import (
     find_trained_weights,
     hash_trained_weights,
@@ -49,6 +51,9 @@ from chunk_grpo.evaluation.run_images import (
 )
 from chunk_grpo.models.inputs import (
     check_guidance,
+    check_pipeline_folder,
+    find_family,
+    locate_model,
     read_prompts,
     read_prompts_with_records,
     split_prompt_column,
@@ -72,6 +77,8 @@ class ScoringInputs:
     # such as a detector or a judge, keyed as in the task's `tool_names`
     tools: Mapping = field(default_factory=dict)
     source: str | Path | None = None  # file or folder of the prompts
+    # reward -> the options with which it was loaded; a reward without options may be missing
+    reward_options: Mapping[str, Mapping] = field(default_factory=dict)
     log: Callable[[str], None] = lambda text: None  # called with progress messages
 
 
@@ -170,7 +177,12 @@ class BenchmarkTask:
         `compare_arms`, and further entries.
         """
         records = _score_with_rewards(
-            task=self, arms=arms, scorers=inputs.scorers, out=out, log=inputs.log
+            task=self,
+            arms=arms,
+            scorers=inputs.scorers,
+            out=out,
+            log=inputs.log,
+            reward_options=inputs.reward_options,
         )
         return {"rewards": summarise_evaluation(records)}
 
@@ -519,17 +531,32 @@ def sample_benchmark(
                 log(f"{benchmark.name}, {arm}: {progress}")
 
 # %% ../../nbs/10_evaluation/08_benchmarks.ipynb #29d22671
+def _hash_scorers(
+    names: Sequence[str],  # names of rewards
+    reward_options: Mapping[str, Mapping],  # reward -> the options with which it was loaded
+) -> str:  # sha256 in hexadecimal
+    """Compute a hash of the options of rewards, and of the user's code that the rewards consist of."""
+    options = {name: dict(reward_options.get(name, {})) for name in sorted(names)}
+    settings = setting.Settings().model_copy(
+        update={"eval_rewards": sorted(names), "reward_options": options}
+    )
+    identity = {"options": options, "code": code_hashes(settings)}
+    return hashlib.sha256(json.dumps(identity, sort_keys=True, default=str).encode()).hexdigest()
+
+
 def _score_with_rewards(
     task: BenchmarkTask,
     arms: Mapping[str, Path],  # arm -> folder of its images
     scorers: Mapping[str, Callable],  # rewards, keyed by name
     out: Path,  # folder that gets scores.jsonl
     log: Callable[[str], None] = lambda text: None,  # called with progress messages
+    reward_options: Mapping[str, Mapping] | None = None,  # see `ScoringInputs`
 ) -> list[dict]:  # one record per image, arm by arm
     """Score the images that have no score yet, append their records to a file, and return all records.
 
-    A record has the keys arm, prompt_index, image_index, prompt, file, image_sha256, category and scores, and record_sha256
-    if a reward takes the records of prompts. Images whose file or record has changed are scored again. If a reward compares
+    A record has the keys arm, prompt_index, image_index, prompt, file, image_sha256, scorer_sha256, scores, category and
+    objects, and record_sha256 if a reward takes the records of prompts. Images whose file, prompt or record has changed are
+    scored again, and so are all images if the options or the user's code of the rewards have changed. If a reward compares
     the images of a prompt, they are scored together. Raises InputError if the folder has scores from other rewards.
     """
     file = Path(out) / "scores.jsonl"
@@ -546,6 +573,7 @@ def _score_with_rewards(
                 f"{', '.join(sorted(scorers))}; remove it or name another folder"
             )
 
+    scorer_hash = _hash_scorers(list(scorers), reward_options or {})
     extra_inputs = {key for scorer in scorers.values() for key in rewards.extra_inputs(scorer)}
     # The hash of each prompt's record, needed only if a reward takes records.
     prompt_hashes = {}
@@ -560,8 +588,10 @@ def _score_with_rewards(
         for p, n in image_indices:
             record = records.get((arm, p, n), {})
             same_image = record.get("image_sha256") == hashes[p, n]
+            same_prompt = record.get("prompt") == task.prompts[p]
             same_prompt_record = record.get("record_sha256") == prompt_hashes.get(p)
-            if not (same_image and same_prompt_record):
+            same_scorer = record.get("scorer_sha256") == scorer_hash
+            if not (same_image and same_prompt and same_prompt_record and same_scorer):
                 unscored.append((p, n))
         groups = None
         if "groups" in extra_inputs:
@@ -576,20 +606,12 @@ def _score_with_rewards(
             prompt_records = None
             if task.records:
                 prompt_records = [task.records[p] for p, _ in batch]
-            scores = {}
-            for name, scorer in scorers.items():
-                scores[name] = rewards.score_images(
-                    name,
-                    scorer,
-                    images,
-                    prompts,
-                    records=prompt_records,
-                    groups=[p for p, _ in batch],
-                ).tolist()
-            for i, (p, n) in enumerate(batch):
-                category = {}
+            results = score_prompt_images(
+                images, prompts, scorers, records=prompt_records, groups=[p for p, _ in batch]
+            )
+            for (p, n), result in zip(batch, results, strict=True):
                 if task.categories:
-                    category = dict.fromkeys(scorers, task.categories[p])
+                    result["category"] = dict.fromkeys(scorers, task.categories[p])
                 record = {
                     "arm": arm,
                     "prompt_index": p,
@@ -597,8 +619,8 @@ def _score_with_rewards(
                     "prompt": task.prompts[p],
                     "file": str(files[p, n]),
                     "image_sha256": hashes[p, n],
-                    "category": category,
-                    "scores": {name: values[i] for name, values in scores.items()},
+                    "scorer_sha256": scorer_hash,
+                    **result,
                 }
                 if p in prompt_hashes:
                     record["record_sha256"] = prompt_hashes[p]
@@ -617,6 +639,7 @@ def score_benchmark(
     # keyed by detector, clip and device for GenEval, by judge and rubric for WISE, by judge for DPG-Bench
     tools: Mapping | None = None,
     log: Callable[[str], None] = lambda text: None,  # called with progress messages
+    reward_options: Mapping[str, Mapping] | None = None,  # see `ScoringInputs`
 ) -> dict:  # the summary
     """Score the images of a benchmark with its own scorer, write summary.json, and return its content.
 
@@ -626,7 +649,13 @@ def score_benchmark(
     Raises InputError if an image, a tool or a reward is missing or has no effect, or if a reward cannot score a prompt.
     """
     task.check_options(list(scorers or {}), tools or {})
-    inputs = ScoringInputs(scorers=scorers, tools=tools or {}, source=source, log=log)
+    inputs = ScoringInputs(
+        scorers=scorers,
+        tools=tools or {},
+        source=source,
+        reward_options=reward_options or {},
+        log=log,
+    )
     task.check_inputs(inputs)
     rewards.check_prompts(scorers or {}, task.prompts, "`benchmark`", task.records or None)
     for arm, folder in arms.items():
@@ -717,6 +746,12 @@ def run_benchmark(
     task.check_options(reward_names, tools or {})
     settings = evaluation_settings(folder, changes)
     check_trust(folder, trust, changed_setting_names(changes))
+    pipeline = check_pipeline_folder(locate_model(settings.model), settings.family)
+    if find_family(pipeline).edits_images:
+        raise InputError(
+            f"`benchmark` must be left out for a run whose model edits images, because its prompts have none; "
+            f"got {task.name}; `eval_prompts` can name another list"
+        )
     out = Path(folder) / "benchmarks" / task.name
     processes = processes or default_sampling_processes(folder)
     check_run_inputs(folder, settings, ("model",))
@@ -767,5 +802,6 @@ def run_benchmark(
         scorers=scorers,
         tools=tools,
         log=log,
+        reward_options=settings.reward_options,
     )
     return out

@@ -41,6 +41,8 @@ def load_detector(
                 f"`detector` must detect the 80 classes of COCO; {str(name)!r} detects {config.num_labels}"
             )
         model = Mask2FormerForUniversalSegmentation.from_pretrained(name, dtype=torch.float32)
+    except InputError:  # the one above, which is a ValueError, too
+        raise
     except (OSError, ValueError) as error:  # all errors of the hub are one of these
         raise InputError(
             f"`detector` must be a folder of weights or a hub id that can be reached; got {str(name)!r} "

@@ -10,6 +10,7 @@ __all__ = ['COCO_CLASSES', 'POSITIONS', 'GENEVAL_TAGS', 'GENEVAL_METADATA_FILE',
 # %% ../../nbs/10_evaluation/04_geneval.ipynb #4648045a
 import hashlib
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -81,7 +82,11 @@ def _check_metadata(
     require(
         isinstance(include, list) and include, "include", "a list of at least one object", include
     )
-    for i, clause in [*enumerate(include), *enumerate(record.get("exclude", []))]:
+    exclude = record.get("exclude", [])
+    for field, clauses in (("include", include), ("exclude", exclude)):
+        is_list = isinstance(clauses, list) and all(isinstance(x, Mapping) for x in clauses)
+        require(is_list, field, "a list of objects with class and count", clauses)
+    for i, clause in [*enumerate(include), *enumerate(exclude)]:
         name = clause.get("class")
         count = clause.get("count")
         colour = clause.get("color", "red")
@@ -89,9 +94,11 @@ def _check_metadata(
         require(type(count) is int and count >= 1, "count", "a whole number from 1", count)
         require(colour in GENEVAL_COLOURS, "color", f"one of {', '.join(GENEVAL_COLOURS)}", colour)
         if "position" in clause:
-            position, target = clause["position"]
-            is_earlier = type(target) is int and -1 <= target < i
+            pair = clause["position"]
             allowed = "a position and the number of an earlier object"
+            require(isinstance(pair, list | tuple) and len(pair) == 2, "position", allowed, pair)
+            position, target = pair
+            is_earlier = type(target) is int and -1 <= target < i
             require(position in POSITIONS and is_earlier, "position", allowed, [position, target])
 
 
@@ -251,6 +258,15 @@ def write_geneval_image(
     return file
 
 # %% ../../nbs/10_evaluation/04_geneval.ipynb #b91c14b7
+def _relative_name(
+    file: str | Path,  # path of an image, absolute or relative to the working folder
+    folder: Path,  # folder of results.jsonl
+) -> str:
+    """Return the path of an image relative to a folder, which does not depend on how the two were typed."""
+    parent = os.path.realpath(os.path.dirname(os.path.abspath(file)))
+    return Path(os.path.relpath(parent, os.path.realpath(folder)), Path(file).name).as_posix()
+
+
 def score_geneval_images(
     images: Sequence[tuple[Path, Mapping]],  # per image: its file and its prompt's metadata
     results_file: str | Path,  # results.jsonl, which may already have verdicts
@@ -262,25 +278,32 @@ def score_geneval_images(
 ) -> list[dict]:  # lines of results.jsonl, in the order of the images
     """Score the images that have no verdict yet, append their verdicts to a file, and return all verdicts.
 
-    A line has the keys filename, tag, prompt, correct (true or false), reason (the faults), metadata, details (the boxes
-    that count), image_sha256 and scorer.
+    A line has the keys filename (relative to the folder of the file), tag, prompt, correct (true or false), reason (the
+    faults), metadata, details (the boxes that count), image_sha256 and scorer.
 
     Raises InputError if the file has verdicts on other images or from another scorer.
     """
     results_file = Path(results_file)
+    names = [_relative_name(file, results_file.parent) for file, _ in images]
     identities = {
-        str(file): {
+        name: {
             "metadata": json.dumps(record),
             "image_sha256": sha256_of(file),
             "scorer": scorer,
         }
-        for file, record in images
+        for name, (file, record) in zip(names, images, strict=True)
     }
-    lines = {line["filename"]: line for line in read_json_lines(results_file)}
+    lines = {}
+    for line in read_json_lines(results_file):
+        name = line["filename"]
+        if name not in identities:  # earlier versions wrote the path as it was typed
+            name = _relative_name(name, results_file.parent)
+        lines[name] = line
     for name, line in lines.items():
         if name not in identities:
             raise InputError(
-                f"`out` must be a new file: {results_file} has a verdict on {name}, which is not among the images"
+                f"`out` must be a new file: {results_file} has a verdict on {line['filename']}, which is not among "
+                "the images"
             )
         for field, value in identities[name].items():
             if line[field] != value:
@@ -291,17 +314,17 @@ def score_geneval_images(
 
     results_file.parent.mkdir(parents=True, exist_ok=True)
     drop_partial_line(results_file)
-    for i, (file, record) in enumerate(images, 1):
-        if str(file) in lines:
+    for i, (name, (file, record)) in enumerate(zip(names, images, strict=True), 1):
+        if name in lines:
             continue
         image = ImageOps.exif_transpose(Image.open(file)).convert("RGB")
         objects = select_objects(detect(image), record["tag"])
         correct, reason = geneval_verdict(objects, record, partial(classify_colours, image))
         boxes = {}
-        for name, class_objects in objects.items():
-            boxes[name] = [[*o.box, o.score] for o in class_objects]
+        for class_name, class_objects in objects.items():
+            boxes[class_name] = [[*o.box, o.score] for o in class_objects]
         line = {
-            "filename": str(file),
+            "filename": name,
             "tag": record["tag"],
             "prompt": record["prompt"],
             "correct": correct,
@@ -309,10 +332,10 @@ def score_geneval_images(
             "metadata": json.dumps(record),
             "details": json.dumps(boxes),
         }
-        lines[str(file)] = line | identities[str(file)]
-        append_json_line(results_file, lines[str(file)])
+        lines[name] = line | identities[name]
+        append_json_line(results_file, lines[name])
         log(f"{i} of {len(images)} images")
-    return [lines[str(file)] for file, _ in images]
+    return [lines[name] for name in names]
 
 # %% ../../nbs/10_evaluation/04_geneval.ipynb #2f9d117d
 def _count_right_images(

@@ -115,7 +115,6 @@ class ImageQuestion:
     image: Path | bytes  # an image file, or the content of a PNG file
 
 
-@lru_cache(maxsize=32)  # questions about the same image are consecutive
 def _image_url(
     image: Path | bytes,  # an image file, or the content of one
 ) -> str:
@@ -123,6 +122,18 @@ def _image_url(
 
     Raises InputError if the file cannot be read as an image.
     """
+    if isinstance(image, bytes):
+        return _encode_image(image, ())
+    stat = Path(image).stat()
+    return _encode_image(image, (stat.st_mtime_ns, stat.st_size))
+
+
+@lru_cache(maxsize=32)  # questions about the same image are consecutive
+def _encode_image(
+    image: Path | bytes,  # an image file, or the content of one
+    version: tuple[int, ...],  # time and size of the file, so that a changed file is read again
+) -> str:
+    """Return the data URL of `_image_url`."""
     content = image if isinstance(image, bytes) else Path(image).read_bytes()
     if not content.startswith(b"\x89PNG\r\n"):
         file = io.BytesIO()
@@ -476,11 +487,17 @@ def parse_rating(
     lowest: float,  # lowest number of the scale
     highest: float,  # highest number of the scale
 ) -> float | None:  # None: the answer cannot be read
-    """Read the number after a label, such as 7.5 after "Score:"; return None unless there is just one, within the scale."""
+    """Read the number after a label, such as 7.5 after "Score:" or "Score (0-10):".
+
+    Returns None unless there is just one such number, and it is within the scale. A range such as 6-7 is no number.
+    """
     answer = text.rpartition("</think>")[2]  # without the judge's reasoning
     markup = r"""[\s*_"'`\[(]*"""  # markup around words and numbers
-    pattern = rf"\b{re.escape(label)}{markup}[:=]?{markup}(-?\d+(?:\.\d+)?)"
-    values = {float(number) for number in re.findall(pattern, answer, re.IGNORECASE)}
+    to = " ?(?:[-–]|to) ?"
+    scale = rf"(?:{re.escape(f'{lowest:g}')}{to}{re.escape(f'{highest:g}')}(?!\d)[)\]]?)?"
+    number = rf"(-?\d+(?:\.\d+)?)(?!\.?\d|{to}\d)"  # all digits, and not the start of a range
+    pattern = rf"\b{re.escape(label)}{markup}{scale}{markup}[:=]?{markup}{number}"
+    values = {float(value) for value in re.findall(pattern, answer, re.IGNORECASE)}
     if len(values) != 1 or not lowest <= min(values) <= highest:
         return None
     return values.pop()

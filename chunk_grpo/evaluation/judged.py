@@ -225,6 +225,8 @@ def read_dpg_prompts(
             f"`questions` must be DPG-Bench's dpg_bench.csv; {file} lacks the columns "
             f"{', '.join(missing)}"
         )
+    if not len(table):
+        raise InputError(f"`questions` must have at least one question; {file} has no rows")
     has_number = table.proposition_id.str.fullmatch(r" *\d+ *")
     has_numbers = table.dependency.str.fullmatch(re.compile(r" *\d+ *(, *\d+ *)*"))
     if len(bad := table[~has_number | ~has_numbers]):

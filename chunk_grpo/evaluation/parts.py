@@ -19,6 +19,7 @@ from pathlib import Path
 
 import torch
 from diffusers.image_processor import VaeImageProcessor
+from PIL import Image
 
 from .. import InputError
 from chunk_grpo.core.files import (
@@ -33,6 +34,7 @@ from chunk_grpo.core.files import (
     try_lock,
 )
 from ..core.settings import Settings, diff_settings, load_settings, reward_weights
+from ..core.user_code import code_hashes
 from chunk_grpo.evaluation.run_images import (
     hash_trained_weights,
     image_cost,
@@ -60,7 +62,7 @@ from chunk_grpo.runs.run_folder import (
 
 # %% ../../nbs/10_evaluation/01_parts.ipynb #ae0ef414
 def score_prompt_images(
-    images: torch.Tensor,  # (B, 3, H, W) in [0, 1]
+    images: torch.Tensor | Sequence[Image.Image],  # (B, 3, H, W) in [0, 1], or PIL images
     prompts: list[str],  # one per image
     scorers: Mapping[str, Callable],  # rewards, keyed by name
     records: Sequence[Mapping]
@@ -219,7 +221,7 @@ def unfinished_evaluation_folder(
 ) -> Path:  # may not exist yet
     """Return the folder RUN/evaluation.begun/HASH, which holds an evaluation until it is finished.
 
-    HASH identifies the settings without the number of threads, the arms, the prompts and the weights.
+    HASH identifies the settings without the number of threads, the arms, the prompts, the weights and the user's code.
     Raises InputError if the run has no trained weights.
     """
     identity = {
@@ -232,6 +234,10 @@ def unfinished_evaluation_folder(
     records_hash = hash_records(settings.eval_prompts, "eval_prompts")
     if records_hash:
         identity["records"] = records_hash
+    # The settings name the user's code, such as a reward, but its content may have changed since the evaluation began.
+    code = code_hashes(settings)
+    if code:
+        identity["code"] = code
     name = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:12]
     return file_of_run(run, f"evaluation.begun/{name}")
 

@@ -33,13 +33,30 @@ from ..training.method_loading import load_method
 from ..training.rollout import draw_size, sample_images
 
 # %% ../../nbs/10_evaluation/00_run_images.ipynb #96a14825
+def _is_unfinished(
+    run: Path | str,  # the run folder
+) -> bool:
+    """Return True if run.json has a status other than finished.
+
+    A run that was resumed after its end keeps the weights of that end in final/ until it finishes again.
+    """
+    file = Path(run) / "run.json"
+    run_info = read_json(file, RunInfo) if file.is_file() else {}
+    return run_info.get("status", "finished") != "finished"
+
+
 def find_trained_weights(
     run: Path | str,  # the run folder
 ) -> Path:  # its subfolder final/
-    """Return the folder of a finished run's weights; raise InputError if there is none."""
+    """Return the folder of a finished run's weights; raise InputError if the run is not finished."""
     if not (Path(run) / "final").is_dir():
         raise InputError(
             f"run: {run} has no trained weights in final/, because it is not finished; resume it first."
+        )
+    if _is_unfinished(run):
+        raise InputError(
+            f"run: {run} was resumed and is not finished, so the weights in final/ are older than the run; "
+            "resume it first."
         )
     return Path(run) / "final"
 
@@ -88,7 +105,7 @@ def find_newest_weights(
     Raises InputError if there are none, or if they differ from those that training wrote.
     """
     run = find_run(run)
-    if has_final_weights(run):
+    if has_final_weights(run) and not _is_unfinished(run):
         for file in (run / "final").iterdir():
             file_of_run(run, f"final/{file.name}")  # rejects links out of the run
         hash_trained_weights(run)
@@ -96,7 +113,7 @@ def find_newest_weights(
     folders = checkpoints.list_checkpoints(run)
     if not folders:
         raise InputError(
-            f"the run must have trained weights; {run} has neither final/ nor a checkpoint yet"
+            f"the run must have trained weights; {run} has neither final weights nor a checkpoint yet"
         )
     newest = file_of_run(run, f"checkpoints/{folders[-1].name}")
     run_info = read_json(run / "run.json", RunInfo)

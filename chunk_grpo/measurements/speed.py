@@ -138,7 +138,7 @@ class RandomFluxPolicy(FluxPolicy):
 
     def __init__(
         self,
-        settings: Settings,  # gives resolution, max_tokens, guidance, dtype, device and lora_rank
+        settings: Settings,  # gives resolution, max_tokens, guidance, dtype, device, lora_rank and vae_tiling
         *configs: dict,  # configurations of the transformer and the VAE; none: those of FLUX.1-dev
     ) -> None:
         """Create a transformer and a VAE with random weights on the device of the settings."""
@@ -155,6 +155,7 @@ class RandomFluxPolicy(FluxPolicy):
             dtype=dtype,
             device=device,
             weights=weights,
+            vae_tiling=settings.vae_tiling,
         )
 
     def load_networks(
@@ -225,14 +226,25 @@ _WORKLOADS = {
 }
 
 
+# Setting -> the only value that a measurement has.
+_MEASURED_VALUES = {
+    "method": "chunk",
+    "window": "all",
+    "sharing": "own",
+    "credit_of": "image",
+    "merge": "none",
+}
+
+
 def load_workload_settings(
     model: str,  # pocket, flux-size, a settings file or a preset
     changes: Sequence[str] | dict = (),  # settings to change, such as ["steps=5"] or {"steps": 5}
 ) -> Settings:
     """Load the settings with which the speed of a model is measured, change them, and return them.
 
-    Raises InputError if the name is unknown, the chunks are not fixed, `resolution` has several sizes, weights are
-    sharded, or a reward is set for flux-size, which has none.
+    Raises InputError if the name is unknown, if a setting asks for what is not measured (such as another method than
+    Chunk-GRPO, chunks that are not fixed, several sizes or sharded weights), or if a reward or classifier-free guidance is
+    set for flux-size, which has neither.
     """
     if (
         model not in _WORKLOADS
@@ -264,6 +276,19 @@ def load_workload_settings(
     if settings.sharding != "none":
         raise InputError(
             f"`sharding` must be none in a speed measurement, which uses one process; got {settings.sharding}"
+        )
+    # The measurement has the sampler and the update of Chunk-GRPO.
+    for name, measured in _MEASURED_VALUES.items():
+        value = getattr(settings, name)
+        if value != measured:
+            raise InputError(f"`{name}` must be {measured} in a speed measurement; got {value}")
+    if settings.chunk_weighting == "profile":
+        raise InputError(
+            "`chunk_weighting` must be uniform or dynamics in a speed measurement, which has no profile; got profile"
+        )
+    if model == "flux-size" and settings.true_cfg_scale > 1:
+        raise InputError(
+            f"`true_cfg_scale` must be 1 with flux-size, whose prompts are random; got {settings.true_cfg_scale:g}"
         )
     return settings
 
@@ -340,7 +365,12 @@ class Workload:
             prompt_index=self.prompt_index,
             keys=self.keys,
             options=RolloutOptions(
-                self.sampler, batch_size=settings.rollout_batch, shared_noise=settings.shared_noise
+                self.sampler,
+                batch_size=settings.rollout_batch,
+                shared_noise=settings.shared_noise,
+                noise_spread=settings.noise_spread,
+                storage_dtype=TORCH_DTYPES[settings.latents_dtype],
+                offload=settings.latents_on == "host",
             ),
         )
 
@@ -359,7 +389,16 @@ class Workload:
 
     def sample_chunks(self, paths: Trajectories) -> Tensor:  # (B, k) long, chunk numbers
         """Sample the chunks that the update trains, k per image."""
-        return sample_chunks(paths, self.chunks, self.settings.chunk_fraction)
+        settings = self.settings
+        return sample_chunks(
+            paths,
+            self.chunks,
+            fraction=settings.chunk_fraction,
+            weighting=settings.chunk_weighting,
+            allowed=settings.train_chunk_numbers,
+            uniform=Method(settings).uniform_share(0),
+            temperature=settings.weighting_temperature,
+        )
 
     def update(self, paths: Trajectories) -> int:
         """Compute the gradient of an update on the trajectories of `rollout`, and return the number of trained transitions.
@@ -448,7 +487,7 @@ def measure_iteration(
     log("creating the policy")
     workload = prepare_workload(settings, *configs)
     device = workload.policy.device
-    rate = measure_matmul_rate(settings.dtype, 1.0)
+    rate = measure_matmul_rate(settings.dtype, 1.0, device)
     log(f"the device multiplies matrices of {settings.dtype} at {rate / 1e12:.3g} TFLOP/s")
     torch._dynamo.utils.counters.clear()
     seconds: dict[str, list[float]] = {}
@@ -461,7 +500,7 @@ def measure_iteration(
 
     for n in range(repeats + 1):
         paths = timed("rollout", workload.rollout)
-        final = paths.latents[:, -1]
+        final = paths.latents[:, -1].to(device)
         images = timed("decode", decode_latents, workload.policy, final, settings.rollout_batch)
         if workload.scorers:
             timed("reward", workload.score, images)
@@ -477,7 +516,8 @@ def measure_iteration(
     flop = _count_flops(workload.policy, workload.conditioning)
     count = len(workload.keys)
     # With shared noise, the images of a prompt share their first forward pass.
-    first_forwards = len(workload.prompts) if settings.shared_noise else count
+    shares_first = settings.shared_noise and not settings.noise_spread
+    first_forwards = len(workload.prompts) if shares_first else count
     forwards = count * (settings.steps - 1) + first_forwards
     phase_flop = {
         "rollout": forwards * flop["forward"],
@@ -489,9 +529,7 @@ def measure_iteration(
     calls = {
         "rollout": workload.rollout,
         "update": lambda: workload.update(paths),
-        "decode": lambda: decode_latents(
-            workload.policy, paths.latents[:, -1], settings.rollout_batch
-        ),
+        "decode": lambda: decode_latents(workload.policy, final, settings.rollout_batch),
     }
     peaks = {name: _measure_peak_bytes(call, device) for name, call in calls.items()}
 

@@ -408,6 +408,7 @@ class Awm(Decoupled):
     average_weight = 1.0  # weight of the distance to the moving average's velocity
     trainable_fraction = 0.9
     statistic_size = 2
+    trains_equal_rewards = True
     reference_decays: Mapping[str, Callable[[int], float]] = {"ema": lambda iteration: 0.3}
     references = ("ema",)
 
@@ -453,6 +454,7 @@ class Nft(Decoupled):
     beta = 1.0  # share of the current velocity in the mixture
     has_ratio = False
     statistic_size = 2
+    trains_equal_rewards = True
     reference_decays: Mapping[str, Callable[[int], float]] = {
         "old": lambda iteration: min(0.001 * iteration, 0.5)
     }
@@ -503,6 +505,7 @@ class Crd(Decoupled):
     has_ratio = False
     needs_group = True
     noise_per_group = True
+    trains_equal_rewards = True
     reference_decays: Mapping[str, Callable[[int], float]] = {
         # "sampling" samples the images; "old" is the model that their errors are compared with.
         "old": lambda iteration: min(0.25 + 0.005 * iteration, 0.999),
@@ -670,7 +673,8 @@ class OnlineDpo(Decoupled):
         """
         statistic = terms.statistic
         advantage = terms.advantage
-        objective = torch.zeros_like(statistic)
+        # Zeros with a graph, so that an update in which all advantages are equal has a gradient too, which is 0
+        objective = 0 * statistic
         for group in terms.group.unique():
             samples = (terms.group == group).nonzero()[:, 0]
             best = samples[advantage[samples].argmax()]

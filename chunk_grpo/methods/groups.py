@@ -117,9 +117,14 @@ class Neighbor(Method):
         scores: dict[str, Tensor],  # (P, G) each, keyed by reward
         weights: dict[str, float],  # weights of the rewards in their sum, keyed by reward
     ) -> Tensor:
-        """Return the rewards R minus the mean of their group, divided by mean(|R|^p)^(1/p) and clamped, (P, G)."""
+        """Return the rewards R minus the mean of their group, divided by mean(|R|^p)^(1/p) and clamped, (P, G).
+
+        A group with equal rewards gets 0.
+        """
         rewards = combine_rewards(scores, weights)
-        rewards = rewards - rewards.mean(1, keepdim=True)
+        is_equal = rewards.amax(1, keepdim=True) == rewards.amin(1, keepdim=True)
+        # The mean of equal numbers may be rounded to another number.
+        rewards = torch.where(is_equal, 0.0, rewards - rewards.mean(1, keepdim=True))
         norm = rewards.abs().pow(self.power).mean(1, keepdim=True).pow(1 / self.power)
         clamp = self.settings.advantage_clamp
         return (rewards / norm.clamp(min=1e-8)).clamp(-clamp, clamp)

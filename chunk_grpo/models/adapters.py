@@ -378,6 +378,8 @@ def write_adapter(
     usual_name = _PEFT_FILE if is_peft else _DIFFUSERS_FILE
     file = folder / (file_name or usual_name)
     save_file(_tensors_of_layout(adapter, layout), file, metadata={"format": "pt"})
+    # safetensors makes a file that only its owner can read.
+    file.chmod(folder.stat().st_mode & 0o666)
     if is_peft:
         other_ranks = {
             name: len(a) for name, (a, _) in adapter.layers.items() if len(a) != adapter.rank

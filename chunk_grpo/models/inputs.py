@@ -1590,20 +1590,32 @@ def _read_run_list(
     return read_run_prompts(settings, field), negatives
 
 
+def _uses_negative_prompts(
+    settings: Any,  # of a run or of an evaluation
+    field: str,  # the setting that names the list: prompts or eval_prompts
+) -> bool:
+    """Return True if the negative prompts in a run's list are used in training or evaluation."""
+    is_training_list = field == "prompts" and settings.prompts != settings.eval_prompts
+    (_, training_scale), _ = guidance_scales(settings)
+    # An evaluation also samples as in training, so the guidance of either phase uses the negative prompts of its list.
+    return training_scale > 1 if is_training_list else uses_true_cfg(settings)
+
+
 def read_run_negative_prompts(
     settings: Any,  # of a run or of an evaluation
     fields: Sequence[str] = ("prompts", "eval_prompts"),  # settings that name the lists
 ) -> dict[str, str]:  # prompt -> negative prompt
     """Read the negative prompts in the records of all of a run's lists, keyed by prompt.
 
-    Raises InputError if a record has one but the run has no classifier-free guidance, or if the lists have different
-    negative prompts for the same prompt.
+    Raises InputError if a record has one but the run has no classifier-free guidance, if records of training prompts have
+    one but only evaluation has guidance and reads another list, or if the lists have different negative prompts for the
+    same prompt.
     """
     negatives: dict[str, str] = {}
     for field in fields:
         source = getattr(settings, field)
         prompts, list_negatives = _read_run_list(settings, field)
-        if list_negatives and not uses_true_cfg(settings):
+        if list_negatives and not _uses_negative_prompts(settings, field):
             raise InputError(
                 f"{field}: records of {source} have a negative prompt, which only classifier-free guidance uses; set "
                 f"`true_cfg_scale` above 1, or remove the field"
@@ -1927,14 +1939,13 @@ def describe_inputs(
 ) -> dict[str, str]:
     """Return the hashes that a run records of its model and its lists, for `find_changed_input` to compare later.
 
-    The keys are `model_stamp`, `model_index`, `prompts`, `eval_prompts`, and for a list whose records hold more than
-    prompts also `prompts_records` or `eval_prompts_records`.
+    The keys are `model_stamp`, `model_index`, `prompts`, `eval_prompts`, `prompts_records` and `eval_prompts_records`. The
+    hash of records is "" for a list whose records hold nothing but prompts.
     """
     folder = locate_model(settings.model)
     lists = {name: hash_prompts(settings, name) for name in ("prompts", "eval_prompts")}
     for name in ("prompts", "eval_prompts"):
-        if records := hash_records(getattr(settings, name), name):
-            lists[f"{name}_records"] = records
+        lists[f"{name}_records"] = hash_records(getattr(settings, name), name)
     return {
         "model_stamp": hash_file_stats(folder),
         "model_index": sha256_of(folder / "model_index.json"),
@@ -1970,8 +1981,9 @@ def find_changed_input(
         current = hash_prompts(settings, name)
         if recorded.get(name, current) != current:
             return name
+        # An older run did not record the hash of a list without further fields.
         records = recorded.get(f"{name}_records")
-        if records and records != hash_records(getattr(settings, name), name):
+        if records is not None and records != hash_records(getattr(settings, name), name):
             return name
         # An older run recorded one hash for both lists.
         if name not in recorded and run_info.get("prompts_sha256"):

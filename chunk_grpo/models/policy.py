@@ -14,6 +14,8 @@ import functools
 import hashlib
 import importlib.util
 import math
+import sys
+import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,8 +30,10 @@ from torch import Tensor, nn
 
 from .. import InputError
 from ..arguments import checked, float_between, int_at_least, values_where
+from ..core.files import sha256_of
 from ..core.machine import check_environment_variables, use_full_float32
 from ..core.settings import image_size
+from ..core.user_code import code_files
 from ..theory.schedule import dynamic_shift, sigmas
 from chunk_grpo.models.inputs import (
     FAMILIES,
@@ -48,6 +52,7 @@ TORCH_DTYPES = {
     "float16": torch.float16,
 }
 FLOAT16_MAX = torch.finfo(torch.float16).max  # 65504
+_KNOWN_PACKAGES = ("chunk_grpo", "builtins")  # whose classes are no code of the user
 # the attention projections of diffusers' transformers
 LORA_TARGETS = (
     "to_q",
@@ -230,11 +235,17 @@ def _largest_vae_activation(
     config: Any,  # a VAE's configuration, as `vae.config` of diffusers
     resolution: int | tuple[int, int],  # side length or (height, width), pixels
 ) -> int:
-    """Return how many values the largest output of a layer of the VAE's decoder has for one image."""
+    """Return how many values the largest output of a layer of the VAE's decoder has for one image.
+
+    A VAE whose configuration does not list channels counts as one of 1,024 channels at full resolution, an upper bound.
+    """
     height, width = image_size(resolution)
-    channels = getattr(config, "block_out_channels", None)
-    if not channels:
+    names = ("block_out_channels", "decoder_block_out_channels")  # AutoencoderDC has the second
+    channels = next((getattr(config, name) for name in names if getattr(config, name, None)), None)
+    if channels is None and getattr(config, "dim_mult", None):
         channels = [config.base_dim * factor for factor in config.dim_mult]
+    elif channels is None:
+        channels = [1024]
     # A level begins with the channels of the level below it, already at its own size.
     channels = [*channels, channels[-1]]
     return max(
@@ -287,8 +298,14 @@ class Family:
 
     @property
     def vae_scale_factor(self) -> int:
-        """Return the side length, in image pixels, of the square that one latent pixel of the VAE covers."""
-        return 2 ** (len(self.vae.config.block_out_channels) - 1)
+        """Return the side length, in image pixels, of the square that one latent pixel of the VAE covers.
+
+        A family overrides it if its VAE has neither `block_out_channels` nor `spatial_compression_ratio`.
+        """
+        channels = getattr(self.vae.config, "block_out_channels", None)
+        if channels:
+            return 2 ** (len(channels) - 1)
+        return self.vae.spatial_compression_ratio
 
     def sigmas(self, steps: int) -> Tensor:  # (steps + 1,)
         """Return the noise levels, from 1 to 0, that the pipeline itself uses for this number of steps."""
@@ -364,6 +381,29 @@ def watch_saturation(
     return saturated
 
 # %% ../../nbs/03_models/02_policy.ipynb #e8a00003
+@functools.cache  # the code of a class that has been imported does not change
+def _hash_family_code(
+    family: type,  # a subclass of `Policy`
+) -> str:  # hex; "" for a family of this package
+    """Return a hash of the user's code that defines a family, with the user's files that it imports.
+
+    A class without a file, such as one in a notebook, gets a hash that no other process has.
+    """
+    digest = hashlib.sha256()
+    own_classes = [
+        part for part in family.__mro__ if part.__module__.split(".")[0] not in _KNOWN_PACKAGES
+    ]
+    for part in own_classes:
+        digest.update(part.__qualname__.encode())
+        file = getattr(sys.modules.get(part.__module__), "__file__", None)
+        if not file or not Path(file).is_file():
+            digest.update(uuid.uuid4().bytes)
+            continue
+        files = code_files(f"{file}:{part.__name__}").values()
+        digest.update("".join(sorted(map(sha256_of, files))).encode())
+    return digest.hexdigest() if own_classes else ""
+
+
 class Policy(Family):
     """A diffusers pipeline as a policy, loaded from a folder or taken from memory.
 
@@ -434,11 +474,19 @@ class Policy(Family):
     def key(self) -> str:  # sha256 in hex
         """Return a hash of everything that the embeddings depend on besides the prompt, which is the key of their cache.
 
-        If prompts have images, it also depends on the resolution, because these images are scaled to it.
+        If prompts have images, it also depends on the resolution, because these images are scaled to it, and on whether
+        the VAE encodes them in tiles. If the family comes from outside this package, it also depends on the family's code.
         """
-        if not self.edits_images:
+        parts = []
+        if self.edits_images:
+            parts.append(str(self.resolution))
+            if getattr(self.vae, "use_tiling", False):
+                parts.append("tiled")
+        if code := _hash_family_code(type(self)):
+            parts.append(code)
+        if not parts:
             return self.model_key
-        return hashlib.sha256(f"{self.model_key} {self.resolution}".encode()).hexdigest()
+        return hashlib.sha256(" ".join([self.model_key, *parts]).encode()).hexdigest()
 
     def set_resolution(
         self,

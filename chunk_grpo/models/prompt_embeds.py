@@ -87,6 +87,8 @@ def _save_prompt_embeds(
     temporary = path.with_suffix(f".{uuid.uuid4().hex}.part")
     try:
         save_file(row, temporary, metadata=_make_label(row, prompt, key))
+        # safetensors makes a file that only its owner can read, but users may share a cache.
+        temporary.chmod(path.parent.stat().st_mode & 0o666)
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
@@ -97,7 +99,7 @@ def _read_prompt_embeds(
     prompt: str,  # the prompt to which the file must belong
     key: str,  # hash of everything else that the embeddings depend on
 ) -> dict[str, Tensor]:
-    """Read the tensors in a prompt's file, keyed by name, and set the file's modification time to now.
+    """Read the tensors in a prompt's file, keyed by name, and set the file's modification time to now if that is allowed.
 
     `trim_prompt_cache` removes the files with the oldest times first. Raises InputError if the file cannot be read,
     belongs to another prompt or model, or is damaged.
@@ -114,7 +116,9 @@ def _read_prompt_embeds(
         raise InputError(f"prompts: {path} belongs to another prompt or model")
     if stored_label.get("sha256") != label["sha256"]:
         raise InputError(f"prompts: {path} is damaged; its content is not what was written")
-    os.utime(path)  # `trim_prompt_cache` removes the least recently used files
+    # `trim_prompt_cache` removes the least recently used files. A shared cache may be read-only for this user.
+    with contextlib.suppress(OSError):
+        os.utime(path)
     return row
 
 # %% ../../nbs/03_models/01_prompt_embeds.ipynb #acc1c1ef
@@ -213,24 +217,31 @@ def trim_prompt_cache(
 ) -> int:
     """Remove the least recently used embeddings until the rest fits the limit, and return how many files were removed.
 
-    Files that were used within the last week stay. Unfinished files of killed processes are removed too, but not counted.
+    Files that were used within the last week stay, and so do files of other users that this one may not remove. Unfinished
+    files of killed processes are removed too, but not counted.
     """
     limit = _prompt_cache_limit() if gigabytes is None else gigabytes
     folder = prompt_cache_folder() / "embeddings"
 
     # Remove files that a killed process left. Another process may remove or finish them at the same time.
     for unfinished in folder.glob("*/*.part"):
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(FileNotFoundError, PermissionError):
             if time.time() - unfinished.stat().st_mtime > _UNFINISHED_SECONDS:
                 unfinished.unlink()
 
-    files = [(file, file.stat()) for file in folder.glob("*/*.safetensors")]
+    files = []
+    for file in folder.glob("*/*.safetensors"):
+        with contextlib.suppress(FileNotFoundError):  # another run may remove it
+            files.append((file, file.stat()))
     total = sum(stat.st_size for _, stat in files)
     removed = 0
     for file, stat in sorted(files, key=lambda pair: pair[1].st_mtime):
         if total <= limit * 1e9 or time.time() - stat.st_mtime < _RECENT_SECONDS:
             break
-        file.unlink(missing_ok=True)
+        try:
+            file.unlink(missing_ok=True)
+        except OSError:  # in a cache of several users it may belong to another one
+            continue
         total -= stat.st_size
         removed += 1
     return removed

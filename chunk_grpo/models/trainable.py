@@ -327,6 +327,9 @@ def load_trained_weights(
     try:
         if policy.lora:
             adapter = {k.removeprefix("transformer."): v for k, v in state.items()}
+            # peft ignores names that the policy's adapter does not have.
+            if adapter.keys() != get_peft_model_state_dict(policy.transformer).keys():
+                raise RuntimeError("the adapter has other layers")
             set_peft_model_state_dict(policy.transformer, adapter)
         else:
             policy.transformer.load_state_dict(state)

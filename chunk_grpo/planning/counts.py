@@ -55,7 +55,8 @@ class IterationCounts:
 
     A forward pass evaluates the network for one image at one step; it counts once even if guidance needs two. The first
     iteration also measures the error of the importance ratio, with two forward passes for the transitions of one update.
-    The counts leave these out, because they happen only once per run.
+    The counts leave these out, because they happen only once per run. `reference_weights`, from which memory and disk space
+    are estimated, is a number of copies at any time.
     """
 
     # forward passes that sample the trained images, or that complete images to compute advantages
@@ -64,6 +65,7 @@ class IterationCounts:
     extra: float = 0  # other forward passes of the updates: old log-probabilities, reference model
     baseline: float = 0  # forward passes that sample images with the base
     scored: float = 0  # images that the rewards score
+    reference_weights: float = 0  # copies of the trained weights that the method keeps
 
 
 def iteration_counts(settings: Settings) -> IterationCounts:
@@ -110,6 +112,7 @@ def iteration_counts(settings: Settings) -> IterationCounts:
         baseline=sampling_forwards(settings.baseline_images),
         scored=settings.prompts_per_iteration
         * (settings.images_per_prompt + settings.baseline_images),
+        reference_weights=int(settings.anchor_every > 0),
     )
 
 
@@ -117,7 +120,7 @@ def forwards_per_image(
     settings: Settings,
     counts: IterationCounts,
 ) -> dict[str, float]:  # keyed by the fields of IterationCounts
-    """Divide the counts of an iteration by its number of trained images; leave out `baseline` if it is 0."""
+    """Divide the counts of an iteration by its number of trained images; leave out `reference_weights`, and `baseline` if 0."""
     names = ["rollout", "trained", "extra"]
     if counts.baseline > 0:
         names.append("baseline")

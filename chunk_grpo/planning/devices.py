@@ -111,17 +111,19 @@ def recognise_gpu(
 def measure_matmul_rate(
     dtype: str = "float32",  # torch's name for the dtype of the matrices, such as bfloat16
     seconds: float = 0.3,  # minimum duration of the measurement
+    device: str | torch.device | None = None,  # None: the GPU, or else the CPU
 ) -> float:  # floating-point operations per second
-    """Measure the rate at which this machine's GPU, or else its CPU, multiplies matrices.
+    """Measure the rate at which a device of this machine multiplies matrices.
 
     The result is the rate of the fastest of several products, which other programs slowed down least.
     """
-    has_gpu = torch.cuda.is_available()
-    size = 8192 if has_gpu else 1024
-    threads = 1 if has_gpu else torch.get_num_threads()
-    a = torch.rand(size, size, dtype=getattr(torch, dtype), device="cuda" if has_gpu else "cpu")
+    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    on_gpu = device.type == "cuda"
+    size = 8192 if on_gpu else 1024
+    threads = 1 if on_gpu else torch.get_num_threads()
+    a = torch.rand(size, size, dtype=getattr(torch, dtype), device=device)
     # On a CPU measure CPU time, which excludes the time in which this process waits for a core.
-    clock = {} if has_gpu else {"timer": time.process_time}
+    clock = {} if on_gpu else {"timer": time.process_time}
     timer = Timer("a @ a", globals={"a": a}, num_threads=1, **clock)
     times = timer.blocked_autorange(min_run_time=seconds).times
     return threads * 2 * size**3 / min(times)

@@ -6,7 +6,9 @@
 __all__ = ['count_encoded_prompts', 'run_disk_bytes', 'estimate_new_disk_bytes', 'check_disk_space']
 
 # %% ../../nbs/06_planning/02_disk.ipynb #25ffac91
+import contextlib
 import math
+import os
 import shutil
 from pathlib import Path
 
@@ -72,6 +74,7 @@ def count_encoded_prompts(
 def run_disk_bytes(
     settings: Settings,
     config: ModelConfig,
+    reference_weights: int = 0,  # copies of the trained weights that the method keeps as references
 ) -> dict[str, int]:  # bytes, keyed by content
     """Estimate an upper bound of the bytes that a run writes, from its settings and the sizes of the model alone.
 
@@ -82,6 +85,7 @@ def run_disk_bytes(
     trained = count_trained_parameters(config, settings.lora_rank, settings.lora_targets)
     permanent_checkpoints = settings.iterations // settings.keep_every if settings.keep_every else 0
     checkpoints = settings.keep_checkpoints + 1 + permanent_checkpoints
+    averages = (settings.ema > 0) + reference_weights  # besides the weights and two moments
     evaluations = 2 + (settings.iterations // settings.eval_every if settings.eval_every else 0)
     images = settings.eval_images * held_out  # per arm of the evaluation after the run
     pixels = (
@@ -90,7 +94,7 @@ def run_disk_bytes(
     )
     encoded = count_encoded_prompts(settings, config, max(0, held_out - settings.eval_count))
     return {
-        "checkpoints": trained * (12 + 4 * (settings.ema > 0)) * checkpoints,
+        "checkpoints": trained * (12 + 4 * averages) * checkpoints,
         "trained weights": 4 * trained,
         "images": 2 * pixels,
         "the rest": 10_000_000,
@@ -100,6 +104,7 @@ def run_disk_bytes(
 # %% ../../nbs/06_planning/02_disk.ipynb #439e74d1
 def estimate_new_disk_bytes(
     settings: Settings,
+    reference_weights: int = 0,  # copies of the trained weights that the method keeps as references
 ) -> tuple[int, int]:  # bytes in the run folder; bytes in the store of embeddings
     """Estimate how many bytes a run will write to its folder and to the store of prompt embeddings.
 
@@ -112,7 +117,8 @@ def estimate_new_disk_bytes(
     folder = locate_model(settings.model)
     check_pipeline_folder(folder, settings.family)
     config = read_model_config(folder, settings.family)
-    *folder_bytes, _ = run_disk_bytes(settings, config).values()  # the last: embeddings
+    # The last of the values are the embeddings.
+    *folder_bytes, _ = run_disk_bytes(settings, config, reference_weights).values()
     encoded = sampled + held_out
     encoded += _count_negative_prompts(settings, config, encoded)
     needed = encoded * prompt_embeds_bytes(config, settings)
@@ -123,11 +129,27 @@ def estimate_new_disk_bytes(
     return sum(folder_bytes), max(0, needed - stored)
 
 
+def _folder_bytes(
+    folder: Path,
+) -> int:
+    """Add up the sizes of all files in a folder; files that are removed meanwhile count as 0."""
+    total = 0
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(OSError):
+                total += os.lstat(os.path.join(parent, name)).st_size
+    return total
+
+
 def check_disk_space(
     settings: Settings,
     out: Path,  # the run folder, which need not exist yet
+    reference_weights: int = 0,  # copies of the trained weights that the method keeps as references
 ) -> None:
-    """Raise InputError unless there is disk space for the files of the run and the embeddings of its prompts."""
+    """Raise InputError unless there is disk space for the files of the run and the embeddings of its prompts.
+
+    What the folder of a resumed run already holds needs no more space.
+    """
 
     def nearest_existing_folder(folder: Path) -> Path:
         """Return the folder or its nearest parent that exists, which is on the same disk."""
@@ -135,17 +157,18 @@ def check_disk_space(
 
     run_folder = nearest_existing_folder(out)
     store_folder = nearest_existing_folder(prompt_cache_folder())
-    run_bytes, store_bytes = estimate_new_disk_bytes(settings)
+    run_bytes, store_bytes = estimate_new_disk_bytes(settings, reference_weights)
+    if (out / "run.json").is_file():
+        run_bytes = max(0, run_bytes - _folder_bytes(out))
     is_same_disk = run_folder.stat().st_dev == store_folder.stat().st_dev
 
     # If both are on one disk, it needs space for their sum.
     run_content = "the run's files"
     if is_same_disk and min(run_bytes, store_bytes) > 0:
         run_content += " and the embeddings of its prompts"
-    store_content = run_content if is_same_disk else "the embeddings of the prompts"
     for folder, field, needed, content in (
         (run_folder, "out", run_bytes, run_content),
-        (store_folder, "CHUNK_GRPO_CACHE", store_bytes, store_content),
+        (store_folder, "CHUNK_GRPO_CACHE", store_bytes, "the embeddings of the prompts"),
     ):
         free = shutil.disk_usage(folder).free
         required = run_bytes + store_bytes if is_same_disk else needed

@@ -52,12 +52,13 @@ def training_memory(
     settings: Settings,
     config: ModelConfig,
     processes: int = 1,  # number of processes, which share images and sharded weights
+    reference_weights: int = 0,  # copies of the trained weights that the method keeps as references
 ) -> dict[str, int]:  # bytes, keyed by content
     """Estimate the device memory of one process for weights, optimizer, trajectories and activations.
 
     The keys are weights, gathered blocks (of sharded weights), gradients, moments, base weights kept aside, moving average,
-    trajectories and activations; a part that the run does not need has 0 bytes. The memory of decoding, the autoencoder and
-    reward models is not included; `peak_memory` adds it.
+    reference weights, trajectories and activations; a part that the run does not need has 0 bytes. The memory of decoding,
+    the autoencoder and reward models is not included; `peak_memory` adds it.
     """
     sizes = model_sizes(config)
     trained = count_trained_parameters(config, settings.lora_rank, settings.lora_targets)
@@ -89,6 +90,7 @@ def training_memory(
         "moments": trained * moment_bytes // trained_shards,
         "base weights kept aside": 0 if settings.lora_rank else parameters * 4 // shards,
         "moving average": trained * 4 // trained_shards if settings.ema else 0,
+        "reference weights": reference_weights * (trained * 4 // trained_shards),
         "trajectories": trajectories,
         "activations": activation_bytes(config, settings),
     }
@@ -109,6 +111,7 @@ def peak_memory(
     settings: Settings,
     config: ModelConfig,
     processes: int = 1,  # number of processes, which share images and sharded weights
+    reference_weights: int = 0,  # copies of the trained weights that the method keeps as references
 ) -> tuple[int, dict[str, int]]:  # bytes at the peak; bytes keyed by content
     """Estimate the peak device memory of one process, with the autoencoder and reward models.
 
@@ -121,7 +124,7 @@ def peak_memory(
         for size in dict.fromkeys(training_sizes(settings))
     ]
     batches.append((settings.eval_resolution, min(settings.rollout_batch, evaluated_images)))
-    parts = training_memory(settings, config, processes) | {
+    parts = training_memory(settings, config, processes, reference_weights) | {
         "autoencoder": model_sizes(config)["vae"] * TORCH_DTYPES[settings.dtype].itemsize,
         "rewards": 0,
     }

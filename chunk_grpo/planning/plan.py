@@ -282,6 +282,9 @@ def _merge_savings(
     quantization = changes.get("quantization", settings.quantization)
     if sharding == "fsdp" and quantization != "none":
         return None
+    # Processes that share weights make equally many forward passes, so all their images have one size.
+    if sharding == "fsdp" and len(training_sizes(settings)) > 1:
+        return None
     trains_all = not changes.get("lora_rank", settings.lora_rank)
     optimizer = changes.get("optimizer", settings.optimizer)
     if sharding == "fsdp" and trains_all and optimizer != "adamw":
@@ -289,18 +292,29 @@ def _merge_savings(
     return changes
 
 
+def _count_references(
+    settings: Settings,
+    counts: IterationCounts | None,  # None: those of `iteration_counts`
+) -> int:
+    """Return how many copies of the trained weights the method of a run keeps as references."""
+    if counts is None:
+        counts = iteration_counts(settings)
+    return round(counts.reference_weights)
+
+
 def _find_savings(
     settings: Settings,
     config: ModelConfig,
     device: DeviceSpec,
     processes: int = 1,  # number of processes, one per device
+    reference_weights: int = 0,  # copies of the trained weights that the method keeps as references
     # changed settings, or None if no set fits; peak bytes with them, or the fewest bytes found
 ) -> tuple[dict | None, int]:
     """Find the smallest set of savings (_SAVINGS) with which a run fits into a device's memory.
 
     Sets that keep the base in host memory are tried last.
     """
-    smallest, _ = peak_memory(settings, config, processes)
+    smallest, _ = peak_memory(settings, config, processes, reference_weights)
     candidates = []
     for count in range(1, len(_SAVINGS) + 1):
         candidates += itertools.combinations(_SAVINGS, count)
@@ -311,7 +325,7 @@ def _find_savings(
             continue
         # The settings are not validated again, since hundreds of them are tried.
         smaller_run = fit_update_batch(config, settings.model_copy(update=changes))
-        total, _ = peak_memory(smaller_run, config, processes)
+        total, _ = peak_memory(smaller_run, config, processes, reference_weights)
         if device.fits(total):
             return changes, total
         smallest = min(smallest, total)
@@ -361,7 +375,8 @@ def _describe_device(
     """Describe whether a run fits into a device's memory, the bytes of each part, and how long the run takes."""
     device = find_device(name)
     evaluation = evaluation_flops(settings, config)
-    total, parts = peak_memory(settings, config, processes)
+    references = _count_references(settings, counts)
+    total, parts = peak_memory(settings, config, processes, references)
     phases = iteration_seconds(
         settings=settings,
         config=config,
@@ -384,7 +399,7 @@ def _describe_device(
         )
     ]
     if not fits:
-        changes, least = _find_savings(settings, config, device, processes)
+        changes, least = _find_savings(settings, config, device, processes, references)
         if changes is None:
             text = f"no setting that `plan` tries: with all savings the run still takes {least / 1e9:.0f} GB"
         else:
@@ -473,7 +488,9 @@ def estimate_numbers(
     return numbers | {
         "parameters": sizes,
         "flops": flops,
-        "memory_bytes": training_memory(settings, config, processes),
+        "memory_bytes": training_memory(
+            settings, config, processes, _count_references(settings, counts)
+        ),
         "least_seconds": {name: count / speed for name, count in operations.items()},
     }
 
@@ -590,7 +607,7 @@ def describe_estimates(
 
     # Disk space and host memory: the total, and its large parts.
     sizes_of = {
-        "disk": run_disk_bytes(settings, config),
+        "disk": run_disk_bytes(settings, config, _count_references(settings, counts)),
         "memory of the host": host_memory(settings, config, processes),
     }
     for name, sizes in sizes_of.items():

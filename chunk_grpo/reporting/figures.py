@@ -6,7 +6,7 @@
 __all__ = ['METHOD_COLOURS', 'FURTHER_COLOURS', 'ARM_LABELS', 'method_colour', 'create_subplots', 'with_house_style',
            'shorten_name', 'figure_to_png', 'display_figure', 'metric_series', 'draw_mean', 'draw_held_out',
            'plot_profile', 'read_image', 'choose_fonts', 'plot_image_grid', 'plot_before_after', 'checker_notes',
-           'plot_deltas', 'plot_categories', 'plot_progress', 'LiveFigure', 'watch_run']
+           'plot_deltas', 'plot_categories', 'stack_lists', 'plot_progress', 'LiveFigure', 'watch_run']
 
 # %% ../../nbs/12_reporting/00_figures.ipynb #e6ec94bd
 import functools
@@ -16,6 +16,7 @@ import itertools
 import math
 import textwrap
 import time
+import warnings
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -523,6 +524,19 @@ def plot_categories(
     return figure
 
 # %% ../../nbs/12_reporting/00_figures.ipynb #845b639a
+def stack_lists(
+    lists: Sequence[Sequence[float | None]],  # one per iteration, with a number per chunk
+) -> np.ndarray:  # (iterations, most chunks of an iteration), nan for None and behind shorter lists
+    """Stack lists of numbers as the rows of an array.
+
+    The lists differ in length if the chunks follow the measured profile, because then their number may change.
+    """
+    array = np.full((len(lists), max(map(len, lists), default=0)), np.nan)
+    for row, numbers in zip(array, lists, strict=True):
+        row[: len(numbers)] = np.array(numbers, dtype=float)
+    return array
+
+
 @with_house_style
 def plot_progress(
     # metrics so far, one mapping per iteration, as `read_metrics_lines` returns them
@@ -554,7 +568,7 @@ def plot_progress(
     if "clip_fraction" in metrics and metrics.clip_fraction.notna().any():
         rows = metrics.dropna(subset=["clip_fraction"])
         # (iterations, chunks), nan if not trained
-        clipped = np.array(rows.clip_fraction.tolist(), dtype=float)
+        clipped = stack_lists(rows.clip_fraction.tolist())
         axes[1].plot(rows.iteration, 100 * np.nanmean(clipped, axis=1), color=colour)
         axes[1].set_ylabel("ratios clipped (%)")
     else:
@@ -603,7 +617,10 @@ class LiveFigure:
         line: Mapping,  # metrics of one iteration
         settings: Settings | None = None,  # unused; a run passes it to every callback
     ) -> None:
-        """Add the metrics of an iteration, and redraw the figure if `interval` has passed or this is the last iteration."""
+        """Add the metrics of an iteration, and redraw the figure if `interval` has passed or this is the last iteration.
+
+        An error of the drawing becomes a warning, because a figure must not end a training.
+        """
         # A resumed run may repeat iterations; the repeated ones replace the earlier ones.
         earlier = [old for old in self.lines if old["iteration"] < line["iteration"]]
         self.lines = earlier + [dict(line)]
@@ -611,7 +628,12 @@ class LiveFigure:
             line["iteration"] >= self.settings.iterations
             or time.monotonic() - self.last_drawn >= self.interval
         ):
-            self.draw()
+            try:
+                self.draw()
+            except Exception as error:
+                warnings.warn(
+                    f"the live figure was not drawn ({type(error).__name__}: {error})", stacklevel=2
+                )
 
     def draw(self) -> None:
         """Draw the figure; if it is displayed already, replace it in place."""

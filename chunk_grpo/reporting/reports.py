@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['list_reports', 'find_report_notebook', 'report_parameters', 'check_report_parameters', 'execute_report',
            'notebook_to_html', 'write_report', 'write_run_report', 'group_runs', 'run_cost', 'compare_runs',
-           'describe_evaluation_differences', 'seconds_to_gain']
+           'describe_evaluation_differences', 'training_seconds', 'seconds_to_gain']
 
 # %% ../../nbs/12_reporting/02_reports.ipynb #5c82b2e0
 import ast
@@ -508,6 +508,9 @@ def describe_evaluation_differences(
     evaluations = []  # for each run: term -> value
     for run in runs:
         summary = read_evaluation_summary(run) or {}
+        if summary and "guidance" not in summary:  # the evaluation used that of training
+            training_guidance, _ = setting.guidance_scales(read_run_settings(run))
+            summary = summary | {"guidance": list(training_guidance)}
         evaluation = {term: summary.get(key) for key, term in terms.items()}
         records = read_evaluation_records(run)
         prompts = dict.fromkeys((record["prompt_index"], record["prompt"]) for record in records)
@@ -533,6 +536,18 @@ def describe_evaluation_differences(
     return f"The evaluations of these runs differ in {'; '.join(differences)}, so their scores cannot be compared."
 
 # %% ../../nbs/12_reporting/02_reports.ipynb #1977fe92
+def training_seconds(
+    metrics: pd.DataFrame,  # from `read_metrics`
+) -> pd.Series:  # one number per row; nan if it is not known
+    """Return how long a run had trained at the end of each iteration, without the held-out evaluations in between."""
+    if "seconds_total" not in metrics:
+        return pd.Series(float("nan"), metrics.index)
+    seconds = metrics.seconds_total.astype(float)
+    if "seconds_evaluate" in metrics:
+        seconds = seconds - metrics.seconds_evaluate.astype(float).fillna(0.0).cumsum()
+    return seconds
+
+
 def seconds_to_gain(
     metrics: pd.DataFrame,  # from `read_metrics`
     reward: str,  # name of a reward that was evaluated during training
@@ -548,10 +563,10 @@ def seconds_to_gain(
     column = f"eval_{reward}"
     if column not in metrics or "seconds_total" not in metrics:
         return float("nan")
-    evaluated = metrics.dropna(subset=[column])
+    evaluated = metrics.assign(trained=training_seconds(metrics)).dropna(subset=[column])
     gains = (evaluated[column] - evaluated[column].iloc[0]).tolist()
     # Iteration 0 has no training time.
-    seconds = evaluated.seconds_total.fillna(0.0).tolist()
+    seconds = evaluated.trained.fillna(0.0).tolist()
     for i in range(1, len(gains)):
         if gains[i] >= gain:
             share = (gain - gains[i - 1]) / (gains[i] - gains[i - 1])

@@ -18,6 +18,7 @@ from typing import Any, Literal, Self
 import httpx
 import numpy as np
 import torch
+from PIL import Image
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from tenacity import RetryCallState, Retrying, retry_if_exception_type, stop_after_attempt
 from torch import Tensor
@@ -26,6 +27,7 @@ from .. import InputError
 from ..core.validation import validation_message
 from .server import PROTOCOL_VERSION, pack_request
 from ..rewards.images import Images, images_to_tensor
+from ..rewards.rewards import batch_slices
 
 _MAX_ANSWER_BYTES = 4_000_000  # scores need far less
 _JITTER = random.Random()  # a separate generator, so that retries change no random number of a run
@@ -247,6 +249,16 @@ class RequestOptions(BaseModel):
             raise InputError(validation_message(error)) from None
 
 
+def _count_pixel_bytes(
+    image: Tensor | Image.Image,  # (3, H, W), or a PIL image
+    pixels: str,  # "exact" or "bytes", see `encode_images`
+) -> int:
+    """Return how many bytes of a request the pixels of an image take."""
+    if isinstance(image, Tensor):
+        return image.numel() * (1 if pixels == "bytes" else 4)
+    return 3 * image.width * image.height
+
+
 class RemoteReward(RequestOptions):
     """A reward that a server computes; called like any other reward."""
 
@@ -268,17 +280,50 @@ class RemoteReward(RequestOptions):
     ) -> Tensor:  # (B,)
         """Score the images on the server, and return the scores.
 
-        Raises InputError if the server rejects the request or its scores are not finite, and RewardUnavailable if every
-        try fails.
+        Images beyond the server's limits per request are sent in several requests. A group stays in one request, which the
+        server rejects if it is too large. Raises InputError if the server rejects a request or its scores are not finite,
+        and RewardUnavailable if every try fails.
         """
-        return request_scores(
-            send=self.send,
-            server_label=f"the server {self.url}",
-            images=images,
-            prompts=prompts,
-            pixels=self.pixels,
-            inputs=inputs,
-        )
+        scores = []
+        for part in self._split_by_limits(images, prompts, inputs):
+            scores.append(
+                request_scores(
+                    send=self.send,
+                    server_label=f"the server {self.url}",
+                    images=images[part],
+                    prompts=prompts[part],
+                    pixels=self.pixels,
+                    inputs={name: values[part] for name, values in inputs.items()},
+                )
+            )
+        return torch.cat(scores)
+
+    def _split_by_limits(
+        self,
+        images: Images,  # B images
+        prompts: Sequence[str],  # one per image
+        inputs: Mapping[str, Sequence],  # keyed by `records`, `groups`; one per image
+    ) -> list[slice]:
+        """Split a call into requests within the limits that the server states on /health, and return their slices.
+
+        A call that is within the limits is one request, and so is one that `request_scores` or the server rejects anyway.
+        """
+        max_images = self.server_info.get("max_images")
+        max_bytes = self.server_info.get("max_bytes")
+        has_limits = type(max_images) is int and type(max_bytes) is int
+        is_complete = all(len(values) == len(images) for values in (prompts, *inputs.values()))
+        if not has_limits or not is_complete or not len(images):
+            return [slice(None)]
+        # The header of a request has at most 200 bytes per image.
+        texts = zip(prompts, *inputs.values(), strict=True)
+        sizes = [
+            _count_pixel_bytes(image, self.pixels) + len(json.dumps(text, default=str)) + 200
+            for image, text in zip(images, texts, strict=True)
+        ]
+        if len(images) <= max_images and sum(sizes) + 1000 <= max_bytes:
+            return [slice(None)]
+        batch_size = max(1, min(max_images, (max_bytes - 1000) // max(sizes)))
+        return batch_slices(len(images), batch_size, inputs.get("groups"))
 
     def find_rejected_prompt(
         self,

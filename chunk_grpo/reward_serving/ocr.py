@@ -15,15 +15,18 @@ from PIL import Image
 
 # %% ../../nbs/05_reward_serving/04_ocr.ipynb #d8c48af8
 def target_text(
-    record: Mapping,  # the prompt's record, which may have `prompt` and `target`
-    prompt: str = "",  # used if the record has no field `prompt`
+    record: Mapping,  # the prompt's record, which may have `target`
+    prompt: str = "",  # from which the image was sampled; empty: the record's field `prompt`
 ) -> str:
     """Return the text that an image must show: the record's `target`, or else the first quoted text in the prompt.
+
+    A table may hold the prompt in a column of any name, next to other texts, so the sampled prompt decides.
 
     Quotes are double quotes, straight or curly. Raises ValueError if there is neither, or if `target` is not a string, is
     empty, or contains only white space.
     """
-    quoted = re.search(r'["\u201c]([^"\u201d]+)["\u201d]', str(record.get("prompt", prompt)))
+    sampled_prompt = prompt or str(record.get("prompt", ""))
+    quoted = re.search(r'["\u201c]([^"\u201d]+)["\u201d]', sampled_prompt)
     text = record.get("target", quoted[1] if quoted else "")
     if not isinstance(text, str) or not normalize_text(text):
         raise ValueError(
@@ -66,9 +69,13 @@ class OCRReward:
         self.read = read
         self.distance = distance
 
-    def check_record(self, record: Mapping) -> None:
-        """Raise ValueError unless a prompt's record has a target text or its prompt quotes one."""
-        target_text(record)
+    def check_record(
+        self,
+        record: Mapping,  # the prompt's record, which may have `target`
+        prompt: str = "",  # the prompt itself; empty: the record's field `prompt`
+    ) -> None:
+        """Raise ValueError unless a prompt's record has a target text or the prompt quotes one."""
+        target_text(record, prompt)
 
     def __call__(
         self,

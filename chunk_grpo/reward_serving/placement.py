@@ -30,6 +30,7 @@ from filelock import FileLock
 from pydantic import Field
 from torch import Tensor
 
+import chunk_grpo
 from .. import InputError
 from ..arguments import checked, nonempty_text
 from ..core.files import check_regular_file
@@ -77,6 +78,24 @@ class _OutputCopier(threading.Thread):
         return printable[:300]
 
 
+def _search_path(
+    allow_working_folder: bool,  # True: a reward may be in the working folder
+) -> list[str]:  # absolute paths
+    """Return the folders in which a child process with the same Python searches for modules: those of this process.
+
+    If the working folder is not allowed, it is left out, unless the user put it into PYTHONPATH or it contains this package.
+    """
+    folders = [os.path.abspath(folder) for folder in sys.path]
+    if allow_working_folder:
+        return folders
+    # The child gets the folders as PYTHONPATH, where the working folder would count as the user's choice.
+    python_path = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    allowed = [os.path.abspath(folder) for folder in python_path if folder]
+    allowed.append(str(Path(chunk_grpo.__file__).parents[1]))
+    cwd = os.getcwd()
+    return [folder for folder in folders if folder != cwd or folder in allowed]
+
+
 def _start_child(
     server: "LocalServer",  # names the reward, its options and its interpreter
 ) -> tuple[subprocess.Popen, str]:  # the process, and the address at which it serves
@@ -90,7 +109,7 @@ def _start_child(
         environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
     else:
         environment = dict(os.environ)
-        environment["PYTHONPATH"] = os.pathsep.join(os.path.abspath(p) for p in sys.path)
+        environment["PYTHONPATH"] = os.pathsep.join(_search_path(server.allow_working_folder))
         # With the same number of threads, sums are computed in the same order.
         environment["OMP_NUM_THREADS"] = str(torch.get_num_threads())
     environment["CHUNK_GRPO_REWARD_TOKEN"] = server.token
@@ -99,7 +118,8 @@ def _start_child(
     # In the child, `cuda` must mean the same GPU as in this process.
     gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None
     read_fd, write_fd = os.pipe()
-    arguments = json.dumps([server.loader, server.options, server.name, os.getpid(), write_fd, gpu])
+    reward = [server.loader, server.options, server.reserved_options, server.name]
+    arguments = json.dumps([*reward, os.getpid(), write_fd, gpu])
     child = subprocess.Popen(
         [server.python or sys.executable, ENVIRONMENTS_DIR / "server.py", arguments],
         stdin=subprocess.DEVNULL,
@@ -168,6 +188,9 @@ class LocalServer:
         loader: str,  # module:function or file.py:function, see `server.load_by_path`
         options: Mapping | None = None,  # keyword arguments for the loader, of JSON types
         python: str | Path | None = None,  # interpreter of another environment; None: this one
+        allow_working_folder: bool = True,  # True: modules of the reward may be in the working folder
+        # names of options that the user has set for the child process, which the reward must not have, too
+        reserved_options: Sequence[str] = (),
         **worker_options: Any,  # fields of `WorkerOptions`
     ) -> None:
         """Store the options; `start` or the first call starts the child.
@@ -182,6 +205,8 @@ class LocalServer:
         self.loader = loader
         self.options = dict(options or {})
         self.python = python
+        self.allow_working_folder = allow_working_folder
+        self.reserved_options = list(reserved_options)
         self.worker_options = WorkerOptions.from_options(**worker_options)
         self.lock = threading.Lock()
         self.token = secrets.token_hex(16)
@@ -302,6 +327,16 @@ class LocalServer:
             raise reported from None
 
 # %% ../../nbs/05_reward_serving/02_placement.ipynb #90d7fbb2
+# variables with which pip would install fewer packages, or into another folder than the environment's
+_PIP_VARIABLES = (
+    "PIP_TARGET",
+    "PIP_PREFIX",
+    "PIP_ROOT",
+    "PIP_USER",
+    "PIP_PYTHON",
+    "PIP_NO_DEPS",
+    "PIP_DRY_RUN",
+)
 # packages that the server's file imports
 SERVER_PACKAGES = ("fastapi", "uvicorn", "numpy", "safetensors", "pillow")
 
@@ -454,10 +489,18 @@ def _run_setup_command(
 ) -> None:
     """Run a command that sets up an environment, and append its output to a log file.
 
-    If the command fails, raises InputError with the log's last line that begins with ERROR, or else its last line.
+    The command does not inherit variables such as PYTHONPATH, with which pip would find or put packages elsewhere. If it
+    fails, raises InputError with the log's last line that begins with ERROR, or else its last line.
     """
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith("PYTHON") and name not in _PIP_VARIABLES
+    }
     with open(log_file, "ab") as handle:
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=handle, stderr=handle)
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, stdout=handle, stderr=handle, env=environment
+        )
     if done.returncode:
         # pip prints colour codes, which are removed.
         text = re.sub(r"\x1b\[[0-9;]*m", "", log_file.read_text(errors="replace"))
@@ -468,7 +511,12 @@ def _run_setup_command(
         )
 
 # %% ../../nbs/05_reward_serving/02_placement.ipynb #cfe1c40a
-@checked(name=nonempty_text(), url=str | None, environment=str | None, worker=bool | None)
+@checked(
+    name=nonempty_text(),
+    url=nonempty_text() | None,
+    environment=nonempty_text() | None,
+    worker=bool | None,
+)
 def load_placed_reward(
     name: str,  # such as hpsv3, package.module:function, or file.py:function
     allow_working_folder: bool = True,  # True: the module of the reward may be in the working folder
@@ -480,8 +528,8 @@ def load_placed_reward(
     """Load a reward that runs in this process, a child process, another environment or on a server, and return it.
 
     The options name the place. Without such an option, the reward runs in this process; ocr always runs in its own
-    environment or on a server. Raises InputError if an option is wrong or would have no effect, or if the options name
-    more than one place.
+    environment or on a server. Raises InputError if an option is wrong or would have no effect, if it is an option of both
+    the reward and its child process, or if the options name more than one place.
     """
     # OCR needs packages that this environment lacks, so it cannot run in this process.
     if name == "ocr" and not (options.get("url") or options.get("environment")):
@@ -511,11 +559,19 @@ def load_placed_reward(
             f"`environment` must be left out for {name}; only ocr and a reward named by module:function or "
             f"file.py:function can run in another environment; got {location['environment']!r}"
         )
+    file = name.rpartition(":")[0]
+    is_relative_file = file.endswith(".py") and not os.path.isabs(file)
+    if location["environment"] and is_relative_file and not allow_working_folder:
+        raise InputError(
+            "`reward` must be package.module:name or file.py:name, with the absolute path of the file if a run names it; "
+            f"got {name[:80]!r}"
+        )
     if not location_options:
         return rewards.load_reward_with_options(name, allow_working_folder, options)
 
-    # The shipped rewards round images to bytes themselves, so bytes lose nothing.
-    if name in rewards.REWARD_LOADERS:
+    reserved_options = [key for key in WorkerOptions.model_fields if key in options]
+    # The shipped rewards round images to bytes themselves, so bytes lose nothing. HPSv2.1 resizes floats instead.
+    if name in rewards.REWARD_LOADERS and name != "hpsv21":
         options.setdefault("pixels", "bytes")
     if location["url"]:
         return client.load_remote_reward(location["url"], **{"reward": name} | options)
@@ -536,9 +592,19 @@ def load_placed_reward(
             "name": name,
             "allow_working_folder": allow_working_folder,
             "options": options,
+            "worker_options": reserved_options,
         }
-    python = environment_python(environment) if environment else None
-    return LocalServer(name, loader, options, python, **worker_options).start()
+        reserved_options = []  # those of `load_reward_with_options` are not meant
+    server = LocalServer(
+        name,
+        loader,
+        options,
+        python=environment_python(environment) if environment else None,
+        allow_working_folder=allow_working_folder,
+        reserved_options=reserved_options,
+        **worker_options,
+    )
+    return server.start()
 
 
 def _check_package_options(options: Mapping[str, Any]) -> None:

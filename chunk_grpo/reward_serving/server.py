@@ -181,18 +181,26 @@ def import_loader(path: str) -> Callable:
 def load_by_path(
     path: str,  # package.module:name or file.py:name, of a class, a loader or the reward itself
     options: Mapping[str, Any],  # keyword arguments for the class, the loader or the reward
+    # names of options that the user has set for the child process, which the reward must not have, too
+    worker_options: Sequence[str] = (),
 ) -> Any:  # the reward, not yet checked; `create_scoring_app` checks it
     """Load a reward from the path of a class, of a loader, or of the reward itself.
 
     A function that can be called with the options alone is a loader, and its result is the reward. A function that also
     needs images and prompts is the reward itself, and the options are bound to it. Raises ValueError if neither call is
-    possible.
+    possible, or if the function has an option with a name in `worker_options`, which the user may have meant.
     """
     target = import_loader(path)
     try:
         signature = inspect.signature(target)
     except ValueError:  # a built-in has no signature
         return target(**options)
+    ambiguous = [option for option in worker_options if option in signature.parameters]
+    if ambiguous:
+        raise ValueError(
+            f"reward: `{ambiguous[0]}` must be left out for {path} in a child process, because both the reward and the "
+            "process have an option of that name"
+        )
     try:
         signature.bind(**options)
     except TypeError as error:
@@ -318,6 +326,16 @@ def call_reward(
     return [float(x) for x in scores]
 
 # %% ../../nbs/05_reward_serving/00_server.ipynb #6a6f71ef
+def _takes_prompt(check_record: Callable | None) -> bool:
+    """Return True if a reward's check of records has a second parameter `prompt`."""
+    if check_record is None:
+        return False
+    try:
+        return "prompt" in list(inspect.signature(check_record).parameters)[1:]
+    except (TypeError, ValueError):  # a built-in has no signature
+        return False
+
+
 def find_rejected_prompt(
     reward: Callable,  # may have methods `check_prompt`, `category` or `check_record`, which raise
     prompts: list[str],  # the prompts to check
@@ -326,16 +344,19 @@ def find_rejected_prompt(
     """Find a prompt that a reward rejects; return its index and the error as one line, or None if it accepts all.
 
     First `check_prompt` is called for every prompt, then `category` for every prompt, then `check_record` for every
-    record; a method that the reward lacks is skipped. The search ends at the first error.
+    record, with its prompt if it has a second parameter `prompt`. A method that the reward lacks is skipped. The search
+    ends at the first error.
     """
     if records is None:
         records = [{"prompt": prompt} for prompt in prompts]
     values_by_method = {"check_prompt": prompts, "category": prompts, "check_record": records}
     for name, values in values_by_method.items():
         check = getattr(reward, name, None)
+        takes_prompt = name == "check_record" and _takes_prompt(check)
         for index, value in enumerate(values if check else ()):
+            further = {"prompt": prompts[index]} if takes_prompt else {}
             try:
-                check(value)
+                check(value, **further)
             except Exception as error:  # the client gets whatever a reward raises
                 return [index, format_error(error)]
     return None
@@ -555,12 +576,12 @@ def _exit_with_parent(parent_pid: int) -> None:
 def main() -> int:  # exit status
     """Load the reward that the parent process names, report the port to the parent, and serve the reward.
 
-    `sys.argv[1]` is a JSON list: the path and the options for `load_by_path`, the reward's name, the parent's process id, the
-    file descriptor for the report, and the number of the GPU or null. The token is in the environment variable
-    CHUNK_GRPO_REWARD_TOKEN. The report is one line of JSON, with the key `port` or `failed`.
+    `sys.argv[1]` is a JSON list: the path, the options and the worker options for `load_by_path`, the reward's name, the
+    parent's process id, the file descriptor for the report, and the number of the GPU or null. The token is in the
+    environment variable CHUNK_GRPO_REWARD_TOKEN. The report is one line of JSON, with the key `port` or `failed`.
     """
     # report_fd: the open file descriptor to which the report is written
-    path, options, name, parent_pid, report_fd, gpu = json.loads(sys.argv[1])
+    path, options, worker_options, name, parent_pid, report_fd, gpu = json.loads(sys.argv[1])
     token = os.environ.pop("CHUNK_GRPO_REWARD_TOKEN")
     os.set_inheritable(report_fd, False)
     threading.Thread(target=_exit_with_parent, args=[parent_pid], daemon=True).start()
@@ -576,7 +597,8 @@ def main() -> int:  # exit status
                 torch.cuda.set_device(gpu)
         # The parent is trusted, so the limits are high.
         limits = ServerLimits(images=10**9, bytes=10**12, body_seconds=3600)
-        app = create_scoring_app(name, load_by_path(path, options), token, limits)
+        reward = load_by_path(path, options, worker_options)
+        app = create_scoring_app(name, reward, token, limits)
         listener = socket.create_server(("127.0.0.1", 0))
         report = {"port": listener.getsockname()[1]}
     except Exception as error:  # the parent gets any error that a loader raises

@@ -7,6 +7,7 @@ __all__ = ['EXTRA_INPUTS', 'extra_inputs', 'load_reward_with_options', 'load_rew
            'check_prompts', 'incompressibility', 'compressibility', 'scoring_thread', 'StreamingScores']
 
 # %% ../../nbs/04_rewards/00_rewards.ipynb #715e1483
+import copy
 import functools
 import inspect
 import io
@@ -110,14 +111,35 @@ def _check_reward_options(
         ) from None
 
 
+def _check_worker_options(
+    name: str,  # the reward's name, for the error message
+    target: Callable,  # the loader, class or function
+    worker_options: Sequence[str],  # names of options that the user has set for the child process
+) -> None:
+    """Raise InputError if the reward has an option of the same name, which the user may have meant."""
+    try:
+        parameters = inspect.signature(target).parameters
+    except (TypeError, ValueError):  # a built-in has no signature
+        return
+    ambiguous = [option for option in worker_options if option in parameters]
+    if ambiguous:
+        raise InputError(
+            f"`{ambiguous[0]}` must be left out for {name} in a child process, because both the reward and the process "
+            "have an option of that name"
+        )
+
+
 def load_reward_with_options(
     name: str,  # a key of `REWARD_LOADERS` such as hpsv3, or "package.module:function"
     allow_working_folder: bool,  # True: the module of the reward may be in the working folder
     options: Mapping[str, Any],  # keyword arguments for the loader, the class or the function
+    # names of options that the user has set for the child process, which the reward must not have, too
+    worker_options: Sequence[str] = (),
 ) -> Callable:  # (images, prompts) -> scores
     """Load a reward by its name, like `load_reward`, but take the options as one mapping.
 
-    An option may therefore have any name, even `name`. Raises InputError in the same cases as `load_reward`.
+    An option may therefore have any name, even `name`. Raises InputError in the same cases as `load_reward`, and if the
+    reward has an option with a name in `worker_options`.
     """
     is_shipped = name in REWARD_LOADERS
     if not is_shipped and ":" not in name:
@@ -131,6 +153,7 @@ def load_reward_with_options(
 
     # A loader or a class returns the reward when called; a function is the reward itself.
     is_factory = is_shipped or inspect.isclass(target)
+    _check_worker_options(name, target, worker_options)
     _check_reward_options(name, target, options, is_reward=not is_factory)
     if not is_factory:
         return functools.partial(target, **options) if options else target
@@ -216,9 +239,9 @@ def score_images(
 ) -> Tensor:  # (B,) float32 on the CPU, as the reward returned them
     """Score all images in batches, check the scores, and return them.
 
-    A user's reward gets copies of the images, because it may write into them. Raises InputError if there is not one
-    prompt per image, if the reward does not return one finite number per image, or if an input that it declares is
-    missing or does not have one value per image.
+    A user's reward gets copies of the images and records, because it may write into them. Raises InputError if there is
+    not one prompt per image, if the reward does not return one finite number per image, or if an input that it declares
+    is missing or does not have one value per image.
     """
     if len(images) != len(prompts):
         raise InputError(
@@ -230,9 +253,16 @@ def score_images(
         batch_prompts = prompts[batch_slice]
         batch_images = images[batch_slice]
         batch_inputs = {key: list(values[batch_slice]) for key, values in inputs.items()}
-        # A user's reward may write into its images, so it gets a copy.
-        if isinstance(batch_images, Tensor) and ":" in name:
-            batch_images = batch_images.clone()
+        # A user's reward may write into its images and records, so it gets copies.
+        if ":" in name:
+            if isinstance(batch_images, Tensor):
+                batch_images = batch_images.clone()
+            else:
+                batch_images = [image.copy() for image in batch_images]
+            if "records" in batch_inputs:
+                batch_inputs["records"] = [
+                    copy.deepcopy(record) for record in batch_inputs["records"]
+                ]
         returned = reward(batch_images, batch_prompts, **batch_inputs)
         try:
             scores = torch.as_tensor(returned, dtype=torch.float32).cpu()
@@ -302,9 +332,10 @@ def check_prompts(
     """Raise InputError unless every reward can score all prompts; the message names the first prompt that it rejects.
 
     A reward may have a method `check_prompt(text)`, or `category(text)` if it sorts prompts as GenEval does, or
-    `check_record(record)` if it declares `records`. It rejects a prompt by raising any error in that method; a reward
-    without such a method accepts all prompts. A reward in another process has a method `find_rejected_prompt(prompts)`,
-    which makes the same check in that process; the method also gets the records if the reward declares them.
+    `check_record(record)` or `check_record(record, prompt)` if it declares `records`. It rejects a prompt by raising any
+    error in that method; a reward without such a method accepts all prompts. A reward in another process has a method
+    `find_rejected_prompt(prompts)`, which makes the same check in that process; the method also gets the records if the
+    reward declares them.
     """
     if records is None:
         records = [{"prompt": prompt} for prompt in prompts]
@@ -324,6 +355,16 @@ def check_prompts(
             )
 
 
+def _takes_prompt(check_record: Callable | None) -> bool:
+    """Return True if a reward's check of records has a second parameter `prompt`."""
+    if check_record is None:
+        return False
+    try:
+        return "prompt" in list(inspect.signature(check_record).parameters)[1:]
+    except (TypeError, ValueError):  # a built-in has no signature
+        return False
+
+
 def _find_rejected_prompt(
     reward: Callable,  # may have `check_prompt`, `category` or `check_record`
     prompts: Sequence[str],  # all prompts of a run
@@ -332,14 +373,17 @@ def _find_rejected_prompt(
     """Find a prompt that a reward rejects; return its index and the error's message, or None if it rejects none.
 
     First `check_prompt` is called for every prompt, then `category` for every prompt, then `check_record` for every
-    record; a method that the reward lacks is skipped. The search ends at the first error.
+    record, with its prompt if it has a second parameter `prompt`. A method that the reward lacks is skipped. The search
+    ends at the first error.
     """
     values_by_method = {"check_prompt": prompts, "category": prompts, "check_record": records}
     for name, values in values_by_method.items():
         check = getattr(reward, name, None)
+        takes_prompt = name == "check_record" and _takes_prompt(check)
         for index, value in enumerate(values if check else ()):
+            further = {"prompt": prompts[index]} if takes_prompt else {}
             try:
-                check(value)
+                check(value, **further)
             except Exception as error:  # a user's reward may raise anything
                 reason = " ".join(str(error).split())
                 if not isinstance(error, InputError):

@@ -81,6 +81,7 @@ def _train_in_process(
     """
     is_first = os.environ.get("RANK", "0") == "0"
     start = time.time()
+    seconds_before = 0.0  # of earlier sessions of the run
     threads = torch.get_num_threads()
 
     class MarkFinished(Callback):
@@ -89,13 +90,11 @@ def _train_in_process(
         def on_train_end(self, state) -> None:
             """Write the status, the seconds and the hashes of the weights to run.json."""
             sync_tree(state.run)
-            seconds_before = read_json(state.run / "run.json").get("seconds") or 0.0
-            seconds = seconds_before + time.time() - start
             update_run_json(
                 state.run,
                 status="finished",
                 finished=time.time(),
-                seconds=seconds,
+                seconds=seconds_before + time.time() - start,
                 final_sha256=hash_files(state.run / "final"),
             )
 
@@ -120,12 +119,15 @@ def _train_in_process(
             log.write(f"{text}\n".encode())
             log.flush()
             if text.startswith("warning: "):
-                _print_line(text, sys.stderr)
+                # Torch's launcher shows only the output of its workers, and keeps their error stream in a file.
+                is_worker = "TORCHELASTIC_ERROR_FILE" in os.environ
+                _print_line(text, sys.stdout if is_worker else sys.stderr)
             elif text.startswith("adapted layers: ") and print_progress in callbacks:
                 _print_line(text)
 
         try:
             if is_first:
+                seconds_before = read_json(run / "run.json").get("seconds") or 0.0
                 update_run_json(
                     run,
                     status="running",
@@ -140,6 +142,10 @@ def _train_in_process(
                 raise
         finally:
             torch.set_num_threads(threads)
+            if is_first:
+                # A full disk or a damaged run.json must not hide the error that ended the run.
+                with contextlib.suppress(OSError, InputError):
+                    update_run_json(run, seconds=seconds_before + time.time() - start)
 
 
 def _is_finished(run: Path) -> bool:
@@ -455,6 +461,16 @@ def train(
         raise InputError(
             "`max_restarts` must be 0 with several machines, because torch's static rendezvous "
             f"cannot be repeated; got {max_restarts}. `--resume` resumes from the newest checkpoint"
+        )
+    if total == 1 and max_restarts:
+        raise InputError(
+            "`max_restarts` must be 0 with one process, which no launcher can restart; got "
+            f"{max_restarts}. `--resume` resumes from the newest checkpoint"
+        )
+    gpus = torch.cuda.device_count()
+    if settings.device != "cpu" and 0 < gpus < processes:
+        raise InputError(
+            f"`processes` must be at most {gpus}, the number of GPUs of this machine; got {processes}"
         )
     if not 0 <= node_rank < nodes:
         raise InputError(

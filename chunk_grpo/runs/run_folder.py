@@ -100,8 +100,12 @@ def is_training(run: Path | str) -> bool:
     log = file_of_run(run, "train.log")
     if not log.is_file():
         return False
+    try:
+        handle = open(log, "ab")
+    except OSError:  # the disk is read-only, or the run another user's
+        handle = open(log, "rb")
     # A training process holds the lock on its log until it ends.
-    with open(log, "a", encoding="utf-8") as handle:
+    with handle:
         return not try_lock(handle)
 
 # %% ../../nbs/09_runs/00_run_folder.ipynb #cff33988
@@ -511,7 +515,7 @@ def create_run(
     """Create a run folder, or prepare an existing one to be resumed.
 
     Raises InputError if the settings, the inputs, the machine or the folder do not allow it; in that case nothing is
-    written.
+    written. Warns if a run with checkpoints is resumed with another number of processes.
     """
 
     def read_previous() -> tuple[dict, bool]:
@@ -555,8 +559,8 @@ def create_run(
 
         choose_training_device(settings)
         check_reward_code(settings)
-        load_method(settings)  # checks the settings of a user's method, too
-        check_disk_space(settings, out)
+        method = load_method(settings)  # checks the settings of a user's method, too
+        check_disk_space(settings, out, len(method.reference_decays))
     hashes = check_and_hash_inputs(settings)
     start_adapter = None
     if settings.lora_start:
@@ -580,6 +584,10 @@ def create_run(
             for name in ("model_sha256", "prompts_sha256", "records_sha256"):
                 if name in run_info and hashes.get(name) != run_info[name]:
                     changed.append(name.removesuffix("_sha256"))
+            # This also notices fields that were added to lists which had none.
+            changed_list = find_changed_input(settings, run_info, ("prompts", "eval_prompts"))
+            if changed_list:
+                changed.append(changed_list)
             if changed:
                 raise InputError(
                     f"`{changed[0]}` must be the same when a run is resumed; its files changed since the "
@@ -600,6 +608,13 @@ def create_run(
             }
             settings = settings.model_copy(update=recorded)
             if not done:
+                trained_with = run_info.get("processes", processes)
+                if trained_with != processes and (out / "checkpoints").is_dir():
+                    warnings.warn(
+                        f"the run {out} was trained with {trained_with} processes and resumes with {processes}, so its "
+                        "weights will differ by rounding from those of an uninterrupted run",
+                        stacklevel=1,
+                    )
                 run_info |= launch_info
             remove_abandoned_in_run(out)
         else:

@@ -293,6 +293,10 @@ def shipped_scores(
     rows = []
     for name in _PRELIMINARY:
         rows += read_json_lines(analysis.STUDY_ROWS_FOLDER / f"{name}.jsonl")
+    if not rows:
+        raise InputError(
+            "the rows of our studies are not installed with the package; give scores in `--rows`, or use a clone"
+        )
     scores = method_scores(rows, outcome)
     return scores, (
         f"our scores are those of the preliminary comparison of {len(scores)} methods, in which nothing was tuned"

@@ -36,7 +36,7 @@ from chunk_grpo.reporting.tables import (
     format_seconds,
     format_small_number,
 )
-from .design import load_study
+from .design import comparable_settings, load_study
 
 # %% ../../nbs/13_studies/03_analysis.ipynb #af5c69d3
 STUDY_ROWS_FOLDER = PRESETS_DIR / "results" / "studies"
@@ -331,14 +331,16 @@ def differing_settings(
 ) -> list[dict]:  # one per arm: its name under `arm`, and the value of each setting as text
     """Return for each arm the values of the settings in which the arms differ.
 
-    Raises InputError if runs of one arm differ in more than the seed.
+    Settings on which results do not depend are left out (`comparable_settings`). Raises InputError if runs of one arm
+    differ in more than the seed.
     """
     first_settings = {}
     for arm in arms_with_runs(rows):
         runs = []
         for row in rows:
             if row["arm"] == arm:
-                runs.append({k: v for k, v in row["settings"].items() if k != "seed"})
+                settings = comparable_settings(row["settings"])
+                runs.append({k: v for k, v in settings.items() if k != "seed"})
         first = runs[0]
         mixed = [name for name in first if any(run.get(name) != first[name] for run in runs)]
         if mixed:

@@ -4,13 +4,15 @@
 
 # %% auto #0
 __all__ = ['STUDIES_FOLDER', 'TUNED_FILE', 'Study', 'list_studies', 'find_study_folder', 'load_study', 'read_tuned', 'Trial',
-           'expand_trials', 'write_new_study', 'study_code_hashes', 'plan_record', 'find_finished_row', 'check_trials']
+           'expand_trials', 'write_new_study', 'study_code_hashes', 'plan_record', 'comparable_settings',
+           'held_out_hash', 'find_finished_row', 'check_trials']
 
 # %% ../../nbs/13_studies/00_design.ipynb #a5dca7bb
 import base64
 import hashlib
 import importlib.metadata
 import itertools
+import json
 import os
 import re
 import shutil
@@ -28,13 +30,14 @@ from ..core.files import atomic_write, read_json
 from ..core.settings import PRESETS_DIR, Settings
 from ..core.user_code import changed_code, check_reward_code, code_hashes, find_code
 from chunk_grpo.core.validation import (
+    dump_yaml,
     format_value,
     read_yaml_file,
     setting as field,
     validation_message,
 )
 from ..evaluation.evaluate import check_evaluation_changes
-from ..models.inputs import check_and_hash_inputs
+from ..models.inputs import check_and_hash_inputs, hash_prompts, hash_records
 from ..training.method_loading import load_method
 
 # %% ../../nbs/13_studies/00_design.ipynb #30403af5
@@ -272,6 +275,11 @@ def _arm_settings(
     """
     base = setting.read_settings_file(home / "base.yaml")
     tuned = read_tuned(home)
+    for arm in tuned:
+        if arm not in study.arms:
+            raise InputError(
+                f"{home / TUNED_FILE} must name arms of the study, which are {', '.join(study.arms)}; got {arm}"
+            )
     settings: dict[str, Settings] = {}
     for arm, changes in study.arms.items():
         best = tuned.get(arm, {}).get("settings", {})
@@ -349,7 +357,7 @@ def expand_trials(
     settings = _arm_settings(study, home)
     evaluation = setting.resolve_code_files(study.evaluation, home)
     trials = []
-    for seed in study.seed_range if seeds is None else seeds:
+    for seed in dict.fromkeys(study.seed_range if seeds is None else seeds):
         for arm, arm_settings in settings.items():
             if arms is not None and arm not in arms:
                 continue
@@ -366,6 +374,10 @@ def expand_trials(
                     after=study.after.get(arm),
                 )
             )
+    if not trials:
+        raise InputError(
+            f"`seeds` must be seeds of the arms {', '.join(arms or study.arms)}; got {', '.join(map(str, seeds or ()))}"
+        )
     return trials
 
 # %% ../../nbs/13_studies/00_design.ipynb #b7f3a1c1
@@ -412,13 +424,17 @@ def write_new_study(
         raise InputError(
             f"`--arms` must name at least two methods; got {', '.join(arms) or 'none'}"
         )
-    settings = setting.load_settings(base)
+    # Only the settings of the file, not all of them: of complete settings, an arm with another method would drop those
+    # that agree with a preset of the methods.
+    source = setting.find_settings_file(base)
+    values = setting.resolve_code_files(setting.read_settings_file(base), source.parent)
+    settings = setting.load_settings(values)
     methods = {}
     for arm in arms:
         name = arm.rpartition(":")[2]
         if name in methods:
             raise InputError(f"`--arms` must name different methods; got {name} twice")
-        load_method(setting.load_settings(settings, {"method": arm}))
+        load_method(setting.load_settings(values, {"method": arm}))
         methods[name] = arm
 
     # The pocket world has validation prompts for tuning; for other prompts the user must name some.
@@ -432,12 +448,17 @@ def write_new_study(
     for name, method in methods.items():
         file, _, class_name = method.rpartition(":")
         if file.endswith(".py"):
+            for other in files:
+                if other.name == Path(file).name and other.resolve() != Path(file).resolve():
+                    raise InputError(
+                        f"`--arms` must name files with different names, which are copied; got {other} and {file}"
+                    )
             files.append(Path(file))
             method = f"{Path(file).name}:{class_name}"
         arm_lines.append(f"  {name}: {{method: {method}}}")
     text = _NEW_STUDY.format(
         folder=folder,
-        title=folder.name,
+        title=json.dumps(folder.name, ensure_ascii=False),
         arms=" and ".join(methods),
         outcome=setting.evaluated_rewards(settings)[0],
         seeds=seeds,
@@ -449,7 +470,7 @@ def write_new_study(
     with atomic_write(folder) as temporary:
         temporary.mkdir()
         (temporary / "study.yaml").write_text(text, encoding="utf-8")
-        (temporary / "base.yaml").write_text(setting.dump_settings(settings), encoding="utf-8")
+        (temporary / "base.yaml").write_text(dump_yaml(values, flow=False), encoding="utf-8")
         for file in files:
             shutil.copyfile(file, temporary / file.name)
         expand_trials(temporary)  # raise the errors that running the study would raise
@@ -587,6 +608,30 @@ def plan_record(
     }
 
 # %% ../../nbs/13_studies/00_design.ipynb #ddac07ec
+def comparable_settings(
+    settings: Mapping[str, Any],  # settings of a row, keyed by name
+) -> dict:
+    """Return the settings on which the results of a row depend, in a form that does not depend on version and machine.
+
+    Settings that the row's version did not have yet get their defaults. Those that may change when a run resumes and the
+    number of threads are left out. Of model and prompts only the names stay, because rows have hashes of their contents.
+    """
+    irrelevant = {*setting.RESUME_CHANGEABLE_FIELDS, "threads"}
+    complete = Settings().model_dump(mode="json") | settings
+    comparable = {name: value for name, value in complete.items() if name not in irrelevant}
+    for name in ("model", "prompts", "eval_prompts"):
+        comparable[name] = Path(str(comparable[name])).name
+    return comparable
+
+
+def held_out_hash(
+    settings: Settings,  # settings of an evaluation
+) -> str:  # hex
+    """Return the sha256 of the held-out prompts and their records."""
+    records = hash_records(settings.eval_prompts, "eval_prompts")
+    return hashlib.sha256((hash_prompts(settings, "eval_prompts") + records).encode()).hexdigest()
+
+
 def find_finished_row(
     trial: Trial,  # the trial whose row is wanted
     out: Path,  # the study's folder of runs
@@ -594,23 +639,13 @@ def find_finished_row(
 ) -> dict | None:
     """Find the row of a finished trial, and return it with this trial's study, arm and seed; return None if there is none.
 
-    The row comes from the trial's folder or from `finished_rows`; its settings, evaluation, model, prompts and code must be
-    those of the trial. Raises InputError if a row lacks a field.
+    The row comes from the trial's folder or from `finished_rows`; its settings, evaluation, model, prompts, held-out prompts
+    and code must be those of the trial. Raises InputError if a row lacks a field.
     """
-    irrelevant = {*setting.RESUME_CHANGEABLE_FIELDS, "threads"}
-    defaults = Settings().model_dump(mode="json")
 
     def outcome_key(row: Mapping) -> list:
-        """Return the values on which a trial's results depend; settings newer than the row have their defaults."""
-        settings = {
-            name: value
-            for name, value in (defaults | row["settings"]).items()
-            if name not in irrelevant
-        }
-        # The contents of these files are compared by their hashes, so compare only their names here.
-        for name in ("model", "prompts", "eval_prompts"):
-            settings[name] = Path(str(settings[name])).name
-        return [settings, row["evaluation"], row["splits"]]
+        """Return the values on which a trial's results depend."""
+        return [comparable_settings(row["settings"]), row["evaluation"], row["splits"]]
 
     wanted = {
         "settings": trial.settings.model_dump(mode="json"),
@@ -633,15 +668,18 @@ def find_finished_row(
     wanted_key = outcome_key(wanted)
     candidates = []
     for row in rows:
-        if row["settings"].get("seed", defaults["seed"]) == seed and outcome_key(row) == wanted_key:
+        if row["settings"].get("seed", Settings().seed) == seed and outcome_key(row) == wanted_key:
             candidates.append(row)
     # Hashing a model takes a while, so it is done only if a row could match.
     if not candidates:
         return None
     hashes = check_and_hash_inputs(trial.settings)
     code = trial.code_hashes()
+    held_out = held_out_hash(setting.load_settings(trial.settings, trial.evaluation))
     for row in candidates:
         same_files = all(row.get(name) == value for name, value in hashes.items())
+        # Rows of earlier versions have no hash of the held-out prompts.
+        same_files = same_files and row.get("eval_sha256", held_out) == held_out
         if same_files and row.get("code", {}) == code:
             return row | {"study": trial.study, "arm": trial.arm, "seed": trial.seed}
     return None

@@ -8,10 +8,12 @@ __all__ = ['tuning_arms', 'write_tuning_study', 'settings_at_edge', 'choose_sett
            'plan_table']
 
 # %% ../../nbs/13_studies/05_pilot.ipynb #f54943a6
+import json
 from collections.abc import Callable, Mapping, Sequence
 from itertools import product
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 from scipy import stats
 
@@ -181,10 +183,10 @@ def next_points(
     further: dict[str, list[dict]] = {}
     for arm, best in choices.items():
         for name in best["edge"]:
-            values = {point[name] for point in best["points"]}
-            tried = sorted(values, key=lambda x: (isinstance(x, str), x))
-            if not _are_all_numbers(tried):
+            values = [point[name] for point in best["points"]]
+            if not _are_all_numbers(values):
                 continue
+            tried = sorted(set(values))
             # Continue in the same ratio: 1e-4 and 2e-4 are followed by 2e-4 * (2e-4 / 1e-4).
             if best["settings"][name] == tried[0]:
                 end, neighbour = tried[0], tried[1]
@@ -340,6 +342,8 @@ def paired_power(
     """Compute the power of a paired t test: the probability that it detects the difference; 0 with one seed."""
     if seeds < 2:
         return 0.0
+    if np.isinf(effect):
+        return 1.0
     freedom = seeds - 1  # degrees of freedom
     noncentrality = abs(effect) * seeds**0.5
     critical = stats.t.ppf(1 - level / 2, freedom)
@@ -409,13 +413,15 @@ def _matching_points(
     """
     shared = [name for name in reference["settings"] if name in tuned["settings"]]
     if not shared:
-        return [*zip(tuned["points"], reference["points"], strict=True)]
+        # The arms may have tried different numbers of points.
+        return [*zip(tuned["points"], reference["points"], strict=False)]
 
-    def best_points(arm: Mapping) -> dict[tuple, dict]:
+    def best_points(arm: Mapping) -> dict[str, dict]:
         """Return the best points of an arm, keyed by their values of the shared settings."""
         ordered = sorted(arm["points"], key=lambda point: point["gain"])
         # Later points replace earlier ones, so the best one stays.
-        return {tuple(point[name] for name in shared): point for point in ordered}
+        # A value may be a list, so the key is a text.
+        return {json.dumps([point[name] for name in shared]): point for point in ordered}
 
     arm_points = best_points(tuned)
     reference_points = best_points(reference)
@@ -479,6 +485,6 @@ def plan_table(
     for suffix, tests in (("", 1), (", corrected", max(len(spread), 1))):
         table[f"needed{suffix}"] = [seeds_needed(sd, effect, tests=tests) for sd in spread]
         table[f"power{suffix}"] = [
-            paired_power(effect / sd, study.seeds, 0.05 / tests) for sd in spread
+            paired_power(effect / sd if sd else np.inf, study.seeds, 0.05 / tests) for sd in spread
         ]
     return table

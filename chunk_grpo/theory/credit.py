@@ -60,6 +60,7 @@ def credit_advantages(
     """Compute the advantage of every image of an iteration by one of seven forms.
 
     The forms are group, batch, none, sum, gdpo, wins and scale; the table in notebook theory/credit has their formulas.
+    With all but gdpo, a group with equal scores gets exactly 0.
     Raises InputError if the form is unknown, or if the scores are not finite or do not have shape (P, G).
     """
     if form not in CREDIT_FORMS:
@@ -90,7 +91,9 @@ def credit_advantages(
             advantage = (advantage - advantage.mean()) / advantage.std().clamp(min=1e-6)
     else:
         total = weighted_sum(lambda x: x).to(advantage).detach()
-        advantage = total - total.mean(1, keepdim=True)
+        is_equal = total.amax(1, keepdim=True) == total.amin(1, keepdim=True)
+        # The mean of equal numbers may be rounded to another number.
+        advantage = torch.where(is_equal, 0.0, total - total.mean(1, keepdim=True))
         if form == "batch":
             advantage = advantage / (total.std(correction=0) + 1e-4)
     return advantage.clamp(-clamp, clamp)

@@ -36,7 +36,8 @@ def sample_chunks(
     """Sample the chunks that each image trains, without replacement, from the image's own random numbers.
 
     An image trains `count_trained_chunks(K, fraction)` of its K allowed chunks. Raises InputError if `allowed` is given
-    although each image has its own chunks, because the same chunk number then denotes other transitions in each image.
+    although each image has its own chunks, because the same chunk number then denotes other transitions in each image,
+    or if `allowed` has a number that is too large.
     """
     if not isinstance(chunks, Chunks):
         if allowed is not None:
@@ -61,6 +62,11 @@ def sample_chunks(
 
     # The fraction refers to the allowed chunks.
     chunk_total = len(chunks)
+    if max(allowed or [0]) >= chunk_total:
+        numbers = ",".join(str(number + 1) for number in allowed or ())
+        raise InputError(
+            f"`train_chunks` must name chunks from 1 to {chunk_total}, the number of chunks; got {numbers}"
+        )
     is_allowed = torch.zeros(chunk_total, dtype=torch.bool)
     is_allowed = is_allowed.index_fill(0, torch.tensor(allowed or range(chunk_total)), True)
     count = dynamics.count_trained_chunks(int(is_allowed.sum()), fraction)

@@ -483,7 +483,7 @@ def accumulate_gradients(
     # (M, ...) transition statistics before the first update; None: on-policy
     old: tuple[Tensor, ...] | None = None,
     # returns the context in which a batch's forward and backward pass run; its argument is True for the update's last
-    # batch, where processes exchange gradients
+    # batch, where processes exchange gradients, and False for the other batches and for passes without a backward pass
     sync: Callable[[bool], Any] = lambda last: contextlib.nullcontext(),
     # runs the backward pass of a batch's loss
     backward: Callable[[Tensor], None] = Tensor.backward,
@@ -505,14 +505,16 @@ def accumulate_gradients(
         chunk_advantage = chunk_advantage * weight
         weight = None
 
-    coefficients = gradient_coefficients(
-        context=context,
-        update_batch=update_batch,
-        advantage=chunk_advantage,
-        method=method,
-        old=old,
-        weight=weight,
-    )
+    # With `compile`, these passes have a graph but no backward pass, for which processes would wait outside `sync(False)`.
+    with sync(False):
+        coefficients = gradient_coefficients(
+            context=context,
+            update_batch=update_batch,
+            advantage=chunk_advantage,
+            method=method,
+            old=old,
+            weight=weight,
+        )
     # the weight of each transition in a mean over chunk samples
     share = 1 / (
         update_batch.chunk_sample_ids.bincount()[update_batch.chunk_sample_ids]

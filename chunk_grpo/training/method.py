@@ -58,6 +58,8 @@ class Method:
     has_log_prob = True
     # True: a chunk sample's objective depends on the other chunk samples of its group
     needs_group = False
+    # True: the objective has a gradient even if the advantage is 0, so groups with equal rewards must be trained too
+    trains_equal_rewards = False
     # number of columns of `statistic`, which then returns (m, statistic_size); 0: it returns (m,)
     statistic_size = 0
     # number of these columns that are log-ratios; they come first
@@ -80,6 +82,8 @@ class Method:
         """Create the options, noise levels, window, sharing, chunker and surrogate that the settings name."""
         # names of the hooks whose first return value has been checked
         self.checked: set[str] = set()
+        # True: the class has chunks of its own, which replace those of the setting `chunks`
+        self.overrides_chunks = type(self).chunks is not Method.chunks
         self.settings = settings
         self.options = make_options(type(self).Options, settings)
         # On the CPU, where reading a number does not wait for queued kernels.
@@ -215,7 +219,7 @@ class Method:
         rule = self.settings.chunk_rule
         trainable_steps = self.trainable_steps(trajectories.sampler)
         # A subclass that overrides `chunks` replaces the rule of the setting, so it gets the profile whatever the rule is.
-        if type(self).chunks is Method.chunks:
+        if not self.overrides_chunks:
             if rule.kind == "fixed" and self.chunker is None:
                 return self.chunks(torch.ones(len(trainable_steps)))
             if rule.min_size:
@@ -292,7 +296,7 @@ class Method:
 
         whole = Sampler(self.sigmas, self.settings.sampler, self.settings.eta)
         return surrogates.step_weights_by_name(
-            weighting, sampler, sampler.stochastic, full_sampler=whole
+            weighting, sampler, trainable_steps, full_sampler=whole
         )
 
     # What stands for the log-probability?
@@ -669,6 +673,7 @@ def _count_iteration(
         baseline=prompts * count_forwards(settings.baseline_images),
         scored=images * (1 + sum(per_image for _, per_image in completions))
         + prompts * settings.baseline_images,
+        reference_weights=len(method.reference_decays),
     )
 
 
@@ -696,7 +701,9 @@ def mean_iteration_counts(method: "Method") -> IterationCounts:
 
 # %% ../../nbs/07_training/05_method.ipynb #e9a4c1d5
 def check_settings_of_method(method: "Method") -> None:
-    """Raise InputError if the method's required settings, group size, reference decays, credit or anchor do not fit.
+    """Raise InputError if the settings do not suit the method.
+
+    These are its required settings, the group size, `drop_flat_groups`, reference decays, credit and anchor.
 
     `check_sampled_steps` checks the transitions.
     """
@@ -715,10 +722,19 @@ def check_settings_of_method(method: "Method") -> None:
             f"with {settings.method}, which compares them; got {updates}"
         )
     seeds = method.sharing.number if method.sharing.kind == "seeds" else 0
-    if seeds and settings.credit_of == "image" and images // seeds < 2:
+    if seeds and settings.credit_of in ("image", "gain") and images // seeds < 2:
         raise InputError(
             f"`sharing` must leave at least 2 of a group's {images} images to each initial noise, to "
             f"compare them; got {settings.sharing}"
+        )
+    # par and pepg have no gradient at the advantage 0 only as long as the ratio is 1, in the first update.
+    pulls_back = method.surrogate is not None and method.surrogate.kind in ("par", "pepg")
+    is_pulled = pulls_back and settings.updates_per_iteration > 1
+    if settings.drop_flat_groups and (method.trains_equal_rewards or is_pulled):
+        cause = f"`surrogate` {settings.surrogate}" if is_pulled else settings.method
+        raise InputError(
+            f"`drop_flat_groups` must be false with {cause}, which trains groups with equal rewards "
+            "too; got true"
         )
     for name in method.reference_decays:
         for iteration in range(min(settings.iterations, 1000)):
@@ -754,6 +770,21 @@ def iterations_to_check(method: "Method") -> list[int]:
     return list(first_with_window.values())
 
 
+def _check_gains_of_seeds(
+    method: "Method",
+    chunk_count: int,  # number of chunks of an image
+) -> None:
+    """Raise InputError if `credit_of` is all-gains and an initial noise has only one gain, that of one chunk of one image."""
+    settings = method.settings
+    seeds = method.sharing.number if method.sharing.kind == "seeds" else 1
+    gains = settings.images_per_prompt // seeds * chunk_count
+    if settings.credit_of == "all-gains" and gains < 2:
+        raise InputError(
+            "`sharing` must leave at least 2 gains to each initial noise, to compare them: "
+            f"{settings.images_per_prompt} images of one chunk have only one each; got {settings.sharing}"
+        )
+
+
 def check_sampled_steps(method: "Method") -> None:
     """Raise InputError unless every iteration has trainable steps, with noise if the method takes ratios of densities.
 
@@ -782,6 +813,7 @@ def check_sampled_steps(method: "Method") -> None:
             )
         if settings.chunk_rule.kind == "fixed":
             chunks = method.chunks(torch.ones(len(trainable_steps)))
+            _check_gains_of_seeds(method, len(chunks))
             if type(method).select_chunks is Method.select_chunks:
                 parse_chunk_numbers(settings.train_chunks, len(chunks))
         method.transition_weights(sampler)

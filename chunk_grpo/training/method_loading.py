@@ -20,7 +20,7 @@ import chunk_grpo
 from .. import InputError
 from ..core.settings import METHODS, Settings
 from ..core.imports import import_callable
-from ..theory.chunks import Chunks
+from ..theory.chunks import Chunks, parse_chunk_numbers
 from ..theory.sampler import Sampler
 from .hook_checks import describe_value
 from .method import Method, iterations_to_check
@@ -232,7 +232,7 @@ def _check_attributes(method: Method) -> None:
             raise _hook_error(
                 method, name, f"must be a whole number from 0; got {getattr(method, name)!r:.80}"
             )
-    for name in ("has_ratio", "has_log_prob", "needs_group"):
+    for name in ("has_ratio", "has_log_prob", "needs_group", "trains_equal_rewards"):
         if type(getattr(method, name)) is not bool:
             raise _hook_error(
                 method, name, f"must be True or False; got {getattr(method, name)!r:.80}"
@@ -243,14 +243,17 @@ def _check_chunks(
     method: Method,
     step_count: int,  # n, number of trainable steps
 ) -> None:
-    """Raise InputError unless the method's `chunks`, or the user's chunker, covers all trainable steps with chunks."""
+    """Raise InputError unless the method's `chunks`, or the user's chunker, covers all trainable steps with chunks.
+
+    Also raises it if a chunker returns fewer chunks than `train_chunks` names.
+    """
     is_fixed = method.settings.chunk_rule.kind == "fixed"
     profile = (
         torch.ones(step_count)
         if is_fixed
         else torch.linspace(1, 0.5, step_count, dtype=torch.float64)
     )
-    if method.chunker is not None and type(method).chunks is Method.chunks:
+    if method.chunker is not None and not method.overrides_chunks:
 
         def make_error(name: str, problem: str) -> InputError:
             """Build the error about the user's chunker."""
@@ -276,6 +279,7 @@ def _check_chunks(
                 "",
                 f"must return whole sizes that add up to the {step_count} transitions; it returned {shown}",
             )
+        parse_chunk_numbers(method.settings.train_chunks, len(sizes))
         return
     chunks = call_hook(method, "chunks", profile)
     if not isinstance(chunks, Chunks):

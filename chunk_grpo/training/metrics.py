@@ -7,6 +7,7 @@ __all__ = ['IMAGE_TRACKERS', 'above_base_metrics', 'check_method_metrics', 'coll
            'tracker_values', 'log_eval_samples']
 
 # %% ../../nbs/07_training/13_metrics.ipynb #7316112d
+import functools
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -163,12 +164,15 @@ def collect_metrics(
         for name in update.stats[0].items
     }
     chunk_numbers = torch.cat([update_batch.chunk for update_batch in update.batches])
-    first_column = next(iter(columns.values()))
-    local_rows = torch.stack([*columns.values(), chunk_numbers.to(first_column)], dim=1)
+    # A measurement may be a bool, so exchange doubles, which hold the chunk numbers exactly.
+    local_rows = [x.double().to(device) for x in (*columns.values(), chunk_numbers)]
     table = gather(
-        state.accelerator.pad_across_processes(local_rows.to(device), pad_index=-1)
+        state.accelerator.pad_across_processes(torch.stack(local_rows, dim=1), pad_index=-1)
     ).cpu()
-    *values, chunk = table[table[:, -1] >= 0].T
+    table = table[table[:, -1] >= 0]
+    dtype = functools.reduce(torch.promote_types, (x.dtype for x in columns.values()))
+    *values, _ = table.to(dtype).T
+    chunk = table[:, -1]
     assert state.profile is not None  # the trainer has measured it
     chunk_count = len(
         method.chunks(state.profile[method.trainable_steps(method.sampler(state.iteration - 1))])
@@ -179,6 +183,12 @@ def collect_metrics(
         chunk_count,
     )
     method_metrics = check_method_metrics(method_metrics, type(method).__name__)
+
+    # The processes must agree on whether the error is too large, so all of them get the largest.
+    ratio_errors = update.ratio_errors
+    if ratio_errors:
+        local_errors = torch.tensor([ratio_errors], dtype=torch.float64, device=device)
+        ratio_errors = gather(local_errors).amax(0).tolist()
 
     trained = sum(len(update_batch.chunk_sample_ids) for update_batch in update.batches)
     kl = sum(stats.kl for stats in update.stats)
@@ -223,7 +233,7 @@ def collect_metrics(
         "skipped_updates": int(np.sum(~np.isfinite(norms))),
         **({"loss_scale": state.scaler.get_scale()} if state.scaler is not None else {}),
         **dict(
-            zip(("ratio_floor", "ratio_floor_rollout"), update.ratio_errors, strict=False)
+            zip(("ratio_floor", "ratio_floor_rollout"), ratio_errors, strict=False)
         ),  # only in the first iteration
         "kl": kl.mean().item(),
         **above,

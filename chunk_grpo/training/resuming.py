@@ -68,6 +68,18 @@ def save_checkpoint(state: TrainingState) -> Path:  # its folder
     return last_checkpoint_folder(state)
 
 # %% ../../nbs/07_training/15_resuming.ipynb #b2f5ebb7
+def _rename_older_groups(
+    groups: dict[str, dict[str, torch.Tensor]],  # tensors of a checkpoint; its keys are changed
+    averages: Sequence[str],  # names of the groups of averaged weights, of `averaged_weights`
+) -> None:
+    """Give reference weights their present name in a checkpoint of an earlier version, which had no "reference_"."""
+    taken = {"weights", "optimizer", *averages}
+    for name in averages:
+        older_name = name.removeprefix("reference_")
+        if name not in groups and older_name in groups and older_name not in taken:
+            groups[name] = groups.pop(older_name)
+
+
 def _read_checkpoint(
     state: TrainingState,
     folder: Path,  # of the checkpoint
@@ -91,6 +103,7 @@ def _read_checkpoint(
             values["profile"] = files.read_json(folder / "profile.json", files.RunProfile)["mean"]
             groups = checkpoints.read_tensors(folder, _key_by_position(state.policy.trained))
             averages = list(state.averaged_weights())
+            _rename_older_groups(groups, averages)
             problem = checkpoints.tensor_problem(groups, state.policy.trained, averages)
             if problem:
                 problem = str(checkpoints.damaged(folder, problem))
@@ -103,6 +116,7 @@ def _restore_log(
     run: Path,  # the run folder
     folder: Path | None,  # of the checkpoint; None: the run starts from the beginning
     log: Callable[[str], None],  # prints a warning
+    profile_changes: bool = False,  # whether later iterations measure the profile again
 ) -> None:
     """Restore metrics.jsonl and profile.json to their content in a checkpoint; without a checkpoint, empty the metrics.
 
@@ -123,6 +137,8 @@ def _restore_log(
     for file, content in contents.items():
         # Later iterations may have appended lines, so an intact file begins with the checkpoint's content.
         is_intact = file.is_file() and file.read_bytes().startswith(content)
+        if profile_changes and file.name == "profile.json":
+            is_intact = file.is_file()
         if content and not is_intact:
             log(f"warning: {file} was changed or lost; it was restored from {folder / file.name}")
         with files.atomic_write(file) as temporary:
@@ -158,7 +174,7 @@ def resume(
             shutil.rmtree(renamed, ignore_errors=True)
             damaged_folder.rename(renamed)
     if state.accelerator.is_main_process:
-        _restore_log(state.run, folder, log)
+        _restore_log(state.run, folder, log, profile_changes=state.settings.profile_every > 0)
         checkpoints.remove_old_checkpoints(
             state.run, state.settings.keep_checkpoints, state.settings.keep_every
         )

@@ -6,6 +6,7 @@
 __all__ = ['SET_LATER', 'TrainingState', 'make_accelerator', 'prepare_state', 'load_policy_and_optimizer', 'rollout_options']
 
 # %% ../../nbs/07_training/09_state.ipynb #672b8d58
+import contextlib
 import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +16,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import InitProcessGroupKwargs
 from diffusers.training_utils import EMAModel
 from torch import Tensor
@@ -85,8 +87,13 @@ class TrainingState:
     cpu_seconds: float = 0.0  # CPU time of the finished iterations, summed over threads
 
     def averaged_weights(self) -> dict[str, list[Tensor]]:
-        """Return the method's reference weights and, as "ema", the moving average if there is one, keyed by name."""
-        return ({"ema": self.ema.shadow_params} if self.ema else {}) | self.reference_weights
+        """Return the moving average, if there is one, and the method's reference weights, as a checkpoint names them.
+
+        The keys are "ema", and "reference_NAME" for each reference.
+        """
+        weights = {"ema": self.ema.shadow_params} if self.ema else {}
+        # Without the prefix, a reference named "ema" or "weights" would replace another group of the checkpoint.
+        return weights | {f"reference_{name}": w for name, w in self.reference_weights.items()}
 
     @property
     def identity(self) -> dict:  # keys run_id and settings
@@ -200,16 +207,30 @@ def make_accelerator(
     run: Path,  # the run folder
     device: str = "auto",  # auto, cpu or cuda
 ) -> Accelerator:
-    """Create the `Accelerator` that manages a run's processes; accelerate's environment variables are ignored."""
+    """Create the `Accelerator` that manages a run's processes; accelerate's environment variables are ignored.
+
+    Raises InputError if accelerate uses another device than `device`.
+    """
     timeout = InitProcessGroupKwargs(timeout=trainable.PROCESS_TIMEOUT)
+    kind = choose_device(device)
+    # Accelerate keeps the first device of this Python process, such as that of an earlier run, until its state is reset.
+    first_device = PartialState._shared_state.get("device")
+    is_stale = first_device is not None and first_device.type != kind
+    if is_stale and not torch.distributed.is_initialized():
+        AcceleratorState._reset_state(reset_partial_state=True)
     with without_foreign_settings():
-        return Accelerator(
-            cpu=choose_device(device) == "cpu",
+        accelerator = Accelerator(
+            cpu=kind == "cpu",
             mixed_precision="no",
             log_with=tracker,
             project_dir=str(run),
             kwargs_handlers=[timeout],
         )
+    if accelerator.device.type != kind:
+        raise InputError(
+            f"`device` must be the one that accelerate uses in this process, {accelerator.device.type}; got {device}"
+        )
+    return accelerator
 
 
 def _check_packages(settings: setting.Settings) -> None:
@@ -225,20 +246,40 @@ def _check_packages(settings: setting.Settings) -> None:
         )
 
 
+def _check_reference_names(method: Method) -> None:
+    """Raise InputError unless the names of the method's reference weights can be told from those of other weights."""
+    for name in method.reference_decays:
+        # A checkpoint names files and tensors after the reference.
+        if name == "base" or set(name) & set("./"):
+            raise InputError(
+                f"`reference_decays` of {method.settings.method} must have names other than base, without dots and "
+                f"slashes; got {name!r}"
+            )
+    decays_of_class = type(method).reference_decays
+    has_anchor_copy = bool(method.settings.kl and method.settings.anchor_every)
+    if has_anchor_copy and isinstance(decays_of_class, Mapping) and "reference" in decays_of_class:
+        raise InputError(
+            f"`anchor_every` must be 0 with {method.settings.method}, whose own reference weights have the name of its "
+            f"copy, reference; got {method.settings.anchor_every}"
+        )
+
+
 def prepare_state(
     settings: setting.Settings,
     run: Path,  # an existing folder
 ) -> TrainingState:  # without policy and optimizer
     """Check the settings, and load everything that a run needs except its weights: method, prompts and rewards.
 
-    Raises InputError if a check fails. Every process of the run must call this function.
+    Raises InputError if a check fails; rewards with their own process are closed in that case. Every process of the run
+    must call this function.
     """
-    if settings.threads:
-        torch.set_num_threads(settings.threads)
     tracker = None if settings.tracker == "none" else settings.tracker
     _check_packages(settings)
     check_environment_variables(settings.compile)
     accelerator = make_accelerator(tracker, run, settings.device)
+    # With several processes on the CPU, accelerate sets a number of threads, so this comes after it.
+    if settings.threads:
+        torch.set_num_threads(settings.threads)
     if tracker and not accelerator.log_with:  # accelerate drops trackers that it does not know
         raise InputError(
             f"`tracker` must be none or a tracker that accelerate supports; got {tracker}"
@@ -249,6 +290,7 @@ def prepare_state(
     # User code may have been edited since the run began.
     check_same_code(run_info, find_code(settings) if "code" in run_info else {}, Path(run))
     method = load_method(settings)
+    _check_reference_names(method)
     prompts, records = read_run_prompts_with_records(settings, "prompts")
     held_out, held_out_records = read_run_prompts_with_records(settings, "eval_prompts")
     sample_prompt_indices(
@@ -257,15 +299,19 @@ def prepare_state(
     setting.check_processes(settings, accelerator.num_processes)
     trained_on = setting.reward_weights(settings)
     names = dict.fromkeys([*trained_on, *settings.eval_rewards])
-    scorers = {
-        name: placement.load_placed_reward(name, **settings.reward_options.get(name, {}))
-        for name in names
-    }
-    # With an `anchor_share` below 1, the other rewards score the images of training too.
-    training_rewards = names if settings.anchor_share < 1 else trained_on
-    training_scorers = {name: scorers[name] for name in training_rewards}
-    check_prompts(training_scorers, prompts, "prompts", records)
-    check_prompts(scorers, held_out, "eval_prompts", held_out_records)
+    prompt_sizes = read_prompt_sizes(settings)
+    scorers = {}
+    with contextlib.ExitStack() as closing:
+        for name in names:
+            options = settings.reward_options.get(name, {})
+            scorers[name] = placement.load_placed_reward(name, **options)
+            closing.callback(getattr(scorers[name], "close", lambda: None))
+        # With an `anchor_share` below 1, the other rewards score the images of training too.
+        training_rewards = names if settings.anchor_share < 1 else trained_on
+        training_scorers = {name: scorers[name] for name in training_rewards}
+        check_prompts(training_scorers, prompts, "prompts", records)
+        check_prompts(scorers, held_out, "eval_prompts", held_out_records)
+        closing.pop_all()  # all checks have passed, so the rewards stay open
     return TrainingState(
         settings=settings,
         run=Path(run),
@@ -278,7 +324,7 @@ def prepare_state(
         run_id=run_id,
         records=records,
         held_out_records=held_out_records,
-        prompt_sizes=read_prompt_sizes(settings),
+        prompt_sizes=prompt_sizes,
     )
 
 # %% ../../nbs/07_training/09_state.ipynb #cfd5593f

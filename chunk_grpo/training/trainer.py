@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from accelerate.utils import gather_object
+
 from ..core import files, machine, settings as setting
 from .callbacks import Alarms, Callback, Logger, StopTraining
 from chunk_grpo.training.groups import (
@@ -127,6 +129,11 @@ def train_run(
                 announce("on_log", line)
             except StopTraining as error:
                 stop = error
+            # All processes write sharded weights, so if a callback stops one of them, all stop.
+            if state.policy.sharded:
+                reasons = [x for x in gather_object([stop and str(stop)]) if x is not None]
+                if reasons:
+                    stop = stop or StopTraining(reasons[0])
             check_weights_are_finite(state)
             is_last = state.iteration == settings.iterations
             is_due = is_last or state.iteration % settings.checkpoint_every == 0

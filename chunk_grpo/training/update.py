@@ -298,13 +298,6 @@ def update_policy(
     for group in state.optimizer.param_groups:
         group["lr"] = scheduled_learning_rate(settings, state.iteration)
 
-    # The first update is on-policy, so only the later ones need transition statistics from before it.
-    old_stats = [None]
-    for update_batch in update_batches[1:]:
-        old_stats.append(
-            compute_transition_stats(context, update_batch, method) if method.has_ratio else None
-        )
-
     def sync(last: bool) -> contextlib.AbstractContextManager:
         """Return the context of a backward pass, in which processes exchange gradients only if it is the last one."""
         # No process can hold the whole gradient of sharded weights, so every backward pass distributes it.
@@ -320,9 +313,17 @@ def update_policy(
             loss = state.scaler.scale(loss)
         accelerator.backward(loss)
 
-    # One of these passes has a graph but no backward pass. Without `sync`, processes would wait for that backward pass.
+    # The first update is on-policy, so only the later ones need transition statistics from before it.
+    old_stats = [None]
     ratio_errors = []
+    # Some of these passes have a graph but no backward pass, for which processes would wait outside `sync(False)`.
     with sync(False):
+        for update_batch in update_batches[1:]:
+            old_stats.append(
+                compute_transition_stats(context, update_batch, method)
+                if method.has_ratio
+                else None
+            )
         if state.iteration == 0 and method.has_ratio and method.has_log_prob:
             ratio_errors = measure_ratio_errors(context, update_batches[0], method)
 
