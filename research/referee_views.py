@@ -362,6 +362,33 @@ def plot_kinds(
     return figure
 
 
+@with_house_style
+def plot_tuned_kinds() -> Figure:
+    """Draw the gain of each arm's best point in the referee's tuning, coupled arms above decoupled ones, each sorted.
+
+    A dot is one of the two seeds of the tuning, a bar their mean, on validation prompts.
+    """
+    tuned = read_tuned(find_study_folder("referee"))
+    best = {
+        arm: next(point for point in found["points"] if point["gain"] == found["gain"])["gains"]
+        for arm, found in tuned.items()
+    }
+    kinds = {arm: is_coupled("referee", arm) for arm in best}
+    arms = sorted(best, key=lambda arm: (kinds[arm], np.mean(best[arm])))
+    figure = Figure(figsize=(8.4, 1.2 + 0.25 * len(arms)), layout="constrained")
+    axis = figure.subplots()
+    for i, arm in enumerate(arms):
+        colour = _KIND_COLOURS[kinds[arm]]
+        axis.plot(best[arm], [i] * len(best[arm]), "o", color=colour, markersize=4, alpha=0.6)
+        axis.plot([np.mean(best[arm])] * 2, [i - 0.3, i + 0.3], color=colour, linewidth=3)
+    for coupled, label in ((True, "coupled"), (False, "decoupled")):
+        axis.plot([], [], color=_KIND_COLOURS[coupled], linewidth=4, label=label)
+    axis.set_yticks(range(len(arms)), arms, fontsize=8)
+    axis.set_xlabel(f"gain in {load_study('referee').outcome} on validation prompts")
+    axis.legend(frameon=False, loc="lower right")
+    return figure
+
+
 def read_diversity(
     study: str,  # name of a study
 ) -> pd.DataFrame:
