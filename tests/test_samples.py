@@ -255,7 +255,7 @@ def test_a_run_without_weights_is_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("CHUNK_GRPO_CACHE", str(tmp_path / "cache"))
     run = run_folder.create_run(settings.load_settings("pocket/tiny"), tmp_path / "run")
     for act in (lambda: sample_run(run, ["a star"]), lambda: export_run(run, tmp_path / "mine")):
-        with pytest.raises(InputError, match="neither final/ nor a checkpoint"):
+        with pytest.raises(InputError, match="neither final weights nor a checkpoint"):
             act()
     assert not (tmp_path / "mine").exists()
 
