@@ -448,14 +448,17 @@ def plot_trained_levels(
     study: str,  # name of a study
     arms: Sequence[str],  # its arms, from top to bottom
 ) -> Figure:
-    """Draw which noise levels each arm trains, and beside them the arm's gain if it has rows.
+    """Draw which noise levels each arm trains and, if the study has rows, the gain of each arm beside them.
 
     The darker a cell, the larger the share of images that train the level in an iteration. The interval of a gain is the
     95% interval over seeds. Raises InputError as `share_of_levels` does.
     """
     shares = np.stack([share_of_levels(study, arm) for arm in arms])
     figure = Figure(figsize=(9.5, 1.3 + 0.3 * len(arms)), layout="constrained")
-    levels, gains = figure.subplots(1, 2, sharey=True, width_ratios=(1.5, 1))
+    table = gains_and_costs(study)
+    panels = 2 if len(table) else 1
+    axes = figure.subplots(1, panels, sharey=True, squeeze=False, width_ratios=(1.5, 1)[:panels])
+    levels = axes[0, 0]
     image = levels.pcolormesh(
         shares, cmap="Blues", vmin=0, vmax=1, edgecolors="white", linewidth=1.5
     )
@@ -466,7 +469,9 @@ def plot_trained_levels(
     levels.set_xlabel("noise level")
     levels.set_yticks([i + 0.5 for i in range(len(arms))], arms)
     levels.invert_yaxis()
-    table = gains_and_costs(study)
+    if not len(table):
+        return figure
+    gains = axes[0, 1]
     for i, arm in enumerate(arms):
         if arm in table.index:
             found = table.loc[arm]
