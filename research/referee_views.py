@@ -264,8 +264,9 @@ def plot_gains_by_cost(
 
 def _draw_names(
     axis: Axes,  # panel to draw in
-    table: pd.DataFrame,  # from `gains_of_first_world`, sorted by gain
+    table: pd.DataFrame,  # from `gains_of_first_world`, in the order in which rows are drawn upwards
     labels: Sequence[str],  # one per row of the table
+    colours: Sequence[str],  # one per row of the table
 ) -> None:
     """Draw the gain of every arm with its interval, one below the other."""
     for i, (arm, found) in enumerate(table.iterrows()):
@@ -274,7 +275,7 @@ def _draw_names(
             i,
             xerr=np.nan_to_num(found.hi - found["mean"]),
             fmt=_MARKERS[role_of(arm)],
-            color=_COLOURS[found.family],
+            color=colours[i],
             markersize=6,
             linewidth=1,
         )
@@ -296,7 +297,7 @@ def plot_matrix(
         [["names", "forwards"], ["names", "seconds"]], width_ratios=(1.1, 1)
     )
     labels = [f"{arm} ({int(n)} seeds)" for arm, n in table.n.items()]
-    _draw_names(panels["names"], table, labels)
+    _draw_names(panels["names"], table, labels, [_COLOURS[family] for family in table.family])
     panels["names"].tick_params(axis="y", labelsize=8)
     panels["names"].set_xlabel(f"gain in {outcome}, with its 95% interval over seeds")
     for cost, label in _COST_LABELS.items():
@@ -317,7 +318,8 @@ def plot_summary() -> Figure:
     with mpl.rc_context({"font.size": 11, "axes.titlesize": 11.5, "axes.titleweight": "bold"}):
         figure = Figure(figsize=(7.0, 1.6 + 0.22 * len(table)), layout="constrained")
         names, costs = figure.subplots(1, 2)
-        _draw_names(names, table, list(table.index))
+        colours = [_COLOURS[family] for family in table.family]
+        _draw_names(names, table, list(table.index), colours)
         names.set(title="Gain", xlabel=load_study("referee").outcome)
         _draw_gains(costs, table, "forwards")
         costs.set(title="Gain by cost", xlabel="1,000 forward passes")
@@ -343,20 +345,11 @@ def plot_kinds(
     table = table.sort_values(["coupled", "mean"])
     figure = Figure(figsize=(8.4, 1.2 + 0.25 * len(table)), layout="constrained")
     axis = figure.subplots()
-    for i, (arm, found) in enumerate(table.iterrows()):
-        axis.errorbar(
-            found["mean"],
-            i,
-            xerr=np.nan_to_num(found.hi - found["mean"]),
-            fmt=_MARKERS[role_of(arm)],
-            color=_KIND_COLOURS[found.coupled],
-            markersize=6,
-            linewidth=1,
-        )
+    _draw_names(axis, table, table.index, [_KIND_COLOURS[kind] for kind in table.coupled])
     for coupled, label in ((True, "coupled"), (False, "decoupled")):
         colour = _KIND_COLOURS[coupled]
         axis.plot([], [], color=colour, linewidth=4, label=label)
-    axis.set_yticks(range(len(table)), table.index, fontsize=8)
+    axis.tick_params(axis="y", labelsize=8)
     axis.set_xlabel(f"gain in {reward or load_study('referee').outcome}")
     axis.legend(frameon=False, loc="lower right")
     return figure
