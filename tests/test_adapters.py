@@ -356,3 +356,16 @@ def test_an_export_names_its_layout_and_rejects_others(whole, tmp_path, monkeypa
     said = run("export", made, tmp_path / "no", "--layout", "onnx", code=2)
     assert "must be one of diffusers, peft, kohya; got 'onnx'" in said
     assert not (tmp_path / "no").exists()
+
+
+def test_run_that_was_resumed_and_not_finished_is_no_start(tmp_path):
+    """Its final weights are those of its former end."""
+    (tmp_path / "final").mkdir()
+    layers = {"transformer_blocks.0.attn.to_q": (torch.ones(2, 4), torch.ones(4, 2))}
+    adapters.write_adapter(adapters.Adapter(layers), tmp_path / "final")
+    run_info = tmp_path / "run.json"
+    run_info.write_text(json.dumps({"status": "finished"}))
+    assert adapters.find_adapter_file(str(tmp_path)).parent == tmp_path / "final"
+    run_info.write_text(json.dumps({"status": "running"}))
+    with pytest.raises(InputError, match="was resumed and is not finished"):
+        adapters.find_adapter_file(str(tmp_path))

@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from .. import InputError
-from ..core.files import atomic_write, read_json
+from ..core.files import RunInfo, atomic_write, read_json
 from chunk_grpo.models.inputs import (
     check_pipeline_folder,
     check_regular_files,
@@ -94,6 +94,12 @@ def find_adapter_file(
         if not folder.is_dir():
             raise InputError(
                 f"`lora_start` must be a run that has finished; {path} has no final weights"
+            )
+        # A run that was resumed after its end keeps the weights of that end until it finishes again.
+        if read_json(path / "run.json", RunInfo).get("status", "finished") != "finished":
+            raise InputError(
+                f"`lora_start` must be a run that has finished; {path} was resumed and is not finished, so its "
+                "final weights are older than the run"
             )
     files = [folder / name for name in _ADAPTER_FILES if (folder / name).is_file()]
     files = files or sorted(folder.glob("*.safetensors"))
