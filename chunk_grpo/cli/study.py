@@ -243,10 +243,10 @@ def agreement(
     # the tables of the same paper.
     papers = {one.paper for one in tables}
     others = [one for one in published if one.paper not in papers]
-    pairs = orders.papers_agreement([*others, *tables])
+    pairs = orders.compare_papers([*others, *tables])
     is_given = pairs.paper.isin(papers) | pairs.other.isin(papers)
     with_papers = pairs[is_given].reset_index(drop=True)
-    among_papers = orders.papers_agreement(published)
+    among_papers = orders.compare_papers(published)
     ours_and_papers = orders.mean_agreement(published, scores)
     if as_json:
         return print_json(

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['PublishedTable', 'read_published_tables', 'concordance', 'agreement_p_value', 'agreement_table', 'mean_agreement',
-           'papers_agreement', 'method_scores', 'shipped_scores']
+           'compare_papers', 'method_scores', 'shipped_scores']
 
 # %% ../../nbs/13_studies/06_agreement.ipynb #72203a88
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -202,7 +202,7 @@ def mean_agreement(
     return {"tau": tau, "p": (as_large + 1) / (draws + 1), "papers": len(papers)}
 
 
-def papers_agreement(
+def compare_papers(
     tables: Sequence[PublishedTable],
 ) -> pd.DataFrame:  # with the columns paper, other, comparisons and tau
     """Compute Kendall's tau between any two papers that rank the same pair of methods; return one row per pair of papers.

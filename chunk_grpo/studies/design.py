@@ -569,7 +569,7 @@ def plan_record(
     """Return the record of a study's plan that each row stores.
 
     `sha256` is the hash of the plan's files, `commit` the commit that contains them or None, `unplanned` whether
-    the runs count as unplanned, and `peeks` an empty list, to which `record_looks` adds. Raises InputError if
+    the runs count as unplanned, and `peeks` an empty list, to which `record_peeks` adds. Raises InputError if
     the plan is not committed and `unplanned` is False.
     """
     study_files = (home / "study.yaml", home / "base.yaml", home / TUNED_FILE)

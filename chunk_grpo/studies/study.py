@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['BASE_FILE', 'MOST_TRIALS_AT_ONCE', 'metric_curves', 'base_identity', 'find_run_with_same_base', 'main', 'trial_plans',
-           'read_looks', 'record_looks', 'prepare_trial', 'run_trial_program', 'run_trial', 'LocalPool', 'gain_line',
+           'read_peeks', 'record_peeks', 'prepare_trial', 'run_trial_program', 'run_trial', 'LocalPool', 'gain_line',
            'format_time_left', 'study_lock', 'run_study']
 
 # %% ../../nbs/13_studies/01_study.ipynb #22b8b2d7
@@ -329,38 +329,38 @@ def trial_plans(run: Path) -> list[dict]:
     return [plan for plan in plans if plan]
 
 
-def read_looks(
+def read_peeks(
     out: Path,  # the study's folder of runs
     plan: Mapping | None,  # the study's current plan record; None: only plans in its trials count
 ) -> list[int]:  # ascending
-    """Return the interim looks at a study's outcomes, each as the number of trials that had finished by then.
+    """Return the peeks, that is the interim looks at a study's outcomes, each as the number of trials finished by then.
 
-    Collects the looks from `peeks.json`, from the trials' files, and from the rows in results.jsonl whose plan is the
+    Collects the peeks from `peeks.json`, from the trials' files, and from the rows in results.jsonl whose plan is the
     current one or that of a trial in this folder.
     """
-    looks = read_json(out / "peeks.json")["finished"] if (out / "peeks.json").is_file() else []
+    peeks = read_json(out / "peeks.json")["finished"] if (out / "peeks.json").is_file() else []
     plans = [trial_plan for folder in out.glob("[!.]*/") for trial_plan in trial_plans(folder)]
     study_hashes = {trial_plan["sha256"] for trial_plan in plans}
     if plan:
         study_hashes.add(plan["sha256"])
     row_plans = [row.get("plan") for row in read_json_lines(out / "results.jsonl")]
     plans += [row_plan for row_plan in row_plans if row_plan and row_plan["sha256"] in study_hashes]
-    return sorted({*looks, *(look for noted_plan in plans for look in noted_plan["peeks"])})
+    return sorted({*peeks, *(peek for noted_plan in plans for peek in noted_plan["peeks"])})
 
 
-def record_looks(
+def record_peeks(
     out: Path,  # the study's folder of runs
-    looks: Sequence[int],  # number of finished trials at each interim look
+    peeks: Sequence[int],  # number of finished trials at each interim look
 ) -> None:
     """Record the interim looks at a study in all files of its trials, so that deleting one file does not hide them."""
-    write_json(out / "peeks.json", {"finished": list(looks)})
+    write_json(out / "peeks.json", {"finished": list(peeks)})
     for folder in out.glob("[!.]*/"):
         for name in ("run.json", "trial.json", "row.json"):
             content = read_json(folder / name) if (folder / name).is_file() else {}
             plan = content.get("plan")
             if plan:
-                peeks = sorted({*plan["peeks"], *looks})
-                write_json(folder / name, content | {"plan": plan | {"peeks": peeks}})
+                all_peeks = sorted({*plan["peeks"], *peeks})
+                write_json(folder / name, content | {"plan": plan | {"peeks": all_peeks}})
 
 
 def prepare_trial(
@@ -535,7 +535,7 @@ class _Progress:
         self.plan = plan
         self.requested = requested
         self.log = log
-        self.peeks = read_looks(out, requested[0].plan if requested else None)
+        self.peeks = read_peeks(out, requested[0].plan if requested else None)
         self.rows = {t.name: row for t in plan if (row := find_finished_row(t, out, finished_rows))}
         self.running: dict[Future, tuple[int, Trial]] = {}  # slot and trial
         self.failed: dict[str, str] = {}  # name of a trial -> reason
@@ -720,7 +720,7 @@ def run_study(
         check_trials(
             [trial for trial in requested if not find_finished_row(trial, out, finished_rows)], out
         )
-        plan |= {"peeks": read_looks(out, plan)}
+        plan |= {"peeks": read_peeks(out, plan)}
         requested = [dataclasses.replace(trial, plan=plan) for trial in requested]
 
     with study_lock(out), raise_on_sigterm(), contextlib.closing(pool or LocalPool()) as pool:
@@ -749,7 +749,7 @@ def run_study(
         complete = len(study.rows) == len(study.plan)
         if peek and not complete:
             study.peeks = sorted({*study.peeks, len(study.rows)})
-            record_looks(out, study.peeks)
+            record_peeks(out, study.peeks)
             study.write()
         if peek or complete:
             _print_gains(study, complete)

@@ -4,10 +4,11 @@
 
 # %% auto #0
 __all__ = ['FIXED_SETTINGS', 'HELD_OUT_NAMES', 'CHECK_LIMITS', 'QUICK_SEEDS', 'READING_NOTE', 'split_source', 'find_method',
-           'find_method_files', 'method_changes', 'is_equal_budget', 'method_grid', 'HeldOutList', 'held_out_lists',
-           'find_leaks', 'watch_opens', 'CheckedMethod', 'check_method', 'complete_rows', 'plan_content', 'write_plan',
-           'detectable_difference', 'describe_comparison', 'comparison_table', 'rank_table', 'markdown_table',
-           'format_comparisons', 'summary_lines', 'build_page', 'default_folder', 'try_method', 'summarise_try']
+           'find_method_files', 'method_changes', 'keeps_fixed_settings', 'method_grid', 'HeldOutList',
+           'held_out_lists', 'find_leaks', 'watch_opens', 'CheckedMethod', 'check_method', 'complete_rows',
+           'plan_content', 'write_plan', 'detectable_difference', 'describe_comparison', 'comparison_table',
+           'rank_table', 'markdown_table', 'format_comparisons', 'summary_lines', 'build_page', 'default_folder',
+           'try_method', 'summarise_try']
 
 # %% ../../nbs/13_studies/07_try_method.ipynb #e79a1a69
 import ast
@@ -164,7 +165,7 @@ def method_changes(
     return changes
 
 
-def is_equal_budget(
+def keeps_fixed_settings(
     changes: Mapping,  # settings that an arm changes, keyed by name
 ) -> bool:
     """Return True if an arm changes none of the settings that the protocol fixes."""
@@ -859,7 +860,7 @@ def _write_plans(
     stored_rows = complete_rows(protocol)
     tuned = read_tuned(find_study_folder(protocol))
     candidates = [arm for arm in study.arms if stored_rows and arm != study.reference]
-    other_arms = [arm for arm in candidates if is_equal_budget(study.arms[arm])]
+    other_arms = [arm for arm in candidates if keeps_fixed_settings(study.arms[arm])]
     plan = out / "plan"
     content = plan_content(study, checked, other_arms, quick)
     own_arm = next(iter(content["arms"]))
