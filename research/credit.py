@@ -83,7 +83,9 @@ def block_gradient(
         network_sigma = compute_network_sigma(
             context.policy, sampler.sigmas[index].expand(len(part))
         )
-        v = context.policy.velocity(current, network_sigma, context.rows(images[part]))
+        v = context.policy.velocity(
+            current, network_sigma, context.image_conditioning(images[part])
+        )
         log_prob = sampler.log_prob(following, *sampler.mean_std(v, current, index))
         value = (log_prob * advantage[images[part]].to(log_prob)).sum() / len(images)
         gradients = torch.autograd.grad(value, trained, materialize_grads=True)

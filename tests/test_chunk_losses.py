@@ -166,7 +166,7 @@ def test_a_chunk_row_has_the_gradient_of_its_loss_at_its_levels_alone(policy, na
     index = torch.tensor(levels).repeat_interleave(8)
     x, target = renoise(context, image, index, method.noise_per_group)
     t = context.trajectories.sampler.sigmas[index]
-    rows = context.rows(image)
+    rows = context.image_conditioning(image)
     copy = torch.zeros_like(x)
     if method.reference_decays:
         with context.use_weights(method.references[0]):
@@ -424,7 +424,7 @@ def bounds_by_hand(context, image, index):
     """Write minus the weighted flow-matching loss of levels out (m,)."""
     x, target = renoise(context, image, index)
     t = context.trajectories.sampler.sigmas[index]
-    off = context.policy.velocity(x, t, context.rows(image)) - target
+    off = context.policy.velocity(x, t, context.image_conditioning(image)) - target
     return -t * off.square().mean((1, 2)) / off.detach().abs().mean((1, 2))
 
 
@@ -509,7 +509,7 @@ def test_a_mixture_has_the_ratio_of_transitions_early_and_of_noised_images_late(
         for i in range(3):
             now = paths.latents[:, i]
             index = torch.full((8,), i)
-            v = policy.velocity(now, sampler.sigmas[index], context.rows(image))
+            v = policy.velocity(now, sampler.sigmas[index], context.image_conditioning(image))
             found.append(sampler.mean_std(v, now, index))
         return found
 

@@ -114,7 +114,7 @@ def test_a_completion_behind_the_noise_is_the_rollouts_own_image(tmp_path, monke
     levels = torch.arange(start, len(paths.sampler) + 1)
     made = rollout.complete_states(
         policy=state.policy,
-        conditioning=drawn.context.rows(torch.arange(8)),
+        conditioning=drawn.context.image_conditioning(torch.arange(8)),
         latents=paths.latents[:, start].float(),
         options=rollout.RolloutOptions(paths.sampler, batch_size=8, storage_dtype=torch.bfloat16),
         levels=levels,

@@ -586,7 +586,9 @@ def test_flash_takes_fewer_transitions_after_its_window_and_none_less_before(pol
     x = {i: paths.latents[:, i] for i in range(7)}
     with torch.no_grad():
         v = {
-            i: policy.velocity(x[i], sampler.sigmas[i].expand(8), context.rows(images))
+            i: policy.velocity(
+                x[i], sampler.sigmas[i].expand(8), context.image_conditioning(images)
+            )
             for i in (2, 3, 4)
         }
     image = {i: x[i] - sampler.sigmas[i] * v[i] for i in v}

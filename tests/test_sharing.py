@@ -175,7 +175,7 @@ def test_gains_of_all_chunks_are_compared_with_each_other(tmp_path):
     torch.testing.assert_close(of_chunks.mean(1), torch.zeros(len(of_chunks)), rtol=0, atol=1e-5)
     assert drawn.advantage[:, 0].reshape(-1, 4).mean(1).abs().max() > 1e-3
     paths = drawn.context.trajectories
-    rows = drawn.context.rows(torch.arange(len(paths.keys)))
+    rows = drawn.context.image_conditioning(torch.arange(len(paths.keys)))
     seen = paths.latents[:, 1] - paths.sampler.sigmas[1] * state.policy.velocity(
         paths.latents[:, 1], paths.sampler.sigmas[1].expand(len(paths.keys)), rows
     )
@@ -213,7 +213,7 @@ def test_a_branch_is_completed_with_steps_of_several_sizes(tmp_path):
     _, plain = groups(tmp_path, **more)
     paths, policy = drawn.context.trajectories, state.policy
     sigmas = paths.sampler.sigmas
-    rows = drawn.context.rows(torch.arange(len(paths.keys)))
+    rows = drawn.context.image_conditioning(torch.arange(len(paths.keys)))
     after = paths.latents[:, 1]
     total = plain.advantage
     for levels in (sigmas[[1, 3, 5, 7]], sigmas[[1, 7]]):

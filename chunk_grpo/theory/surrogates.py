@@ -124,8 +124,8 @@ class Surrogate:
         "clip"  # one of SURROGATES; the table in notebook theory/surrogates has the formulas
     )
     # clip: clip range; asymmetric: range below 1; dppo: largest divergence; hinge: margin
-    first: float = 0.0
-    second: float = 0.0  # asymmetric: range above 1; other kinds: 0
+    limit: float = 0.0
+    limit_above: float = 0.0  # asymmetric: range above 1; other kinds: 0
 
     @classmethod
     def parse(
@@ -162,11 +162,11 @@ class Surrogate:
         if self.kind in ("clip", "asymmetric"):
             # `torch.minimum` is not used: just outside the range both products may round to the same number, and half
             # of the gradient would then remain.
-            low = 1 - self.first
-            high = 1 + (self.second or self.first)
+            low = 1 - self.limit
+            high = 1 + (self.limit_above or self.limit)
             at_limit = (ratio.clamp(low, high) * advantage).detach()
             if self.kind == "clip":
-                clipped = is_clipped(ratio, advantage, self.first)
+                clipped = is_clipped(ratio, advantage, self.limit)
             else:
                 clipped = (ratio > high) & (advantage > 0) | (ratio < low) & (advantage < 0)
             return torch.where(clipped, at_limit, unclipped)
@@ -175,9 +175,9 @@ class Surrogate:
             moved_with_advantage = torch.where(
                 advantage > 0, ratio > 1, (ratio < 1) & (advantage < 0)
             )
-            return torch.where(moved_with_advantage & (divergence >= self.first), 0.0, unclipped)
+            return torch.where(moved_with_advantage & (divergence >= self.limit), 0.0, unclipped)
         if self.kind == "hinge":
-            return -(self.first * advantage.abs() - advantage * statistic).clamp(min=0)
+            return -(self.limit * advantage.abs() - advantage * statistic).clamp(min=0)
         weight = ratio.detach()
         if self.kind == "epg":
             return weight * advantage * statistic

@@ -228,7 +228,7 @@ def _clip_range_setting(
     if surrogate.kind == "clip":
         return "clip_range", settings.clip_range
     if surrogate.kind == "asymmetric":
-        return "surrogate", min(surrogate.first, surrogate.second)
+        return "surrogate", min(surrogate.limit, surrogate.limit_above)
     return "surrogate", None
 
 

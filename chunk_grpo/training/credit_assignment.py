@@ -44,7 +44,7 @@ def _score_completions_of_one_size(
 
     final = complete_states(
         policy=policy,
-        conditioning=context.rows(distinct),
+        conditioning=context.image_conditioning(distinct),
         latents=paths.latents_at(distinct, start).float(),
         options=rollout_options(state, paths.sampler),
         levels=levels,

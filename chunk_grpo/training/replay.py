@@ -32,7 +32,7 @@ class ReplayContext:
     # (B,) bool, True for each image to which the anchor's penalty applies; None: all images
     anchored: Tensor | None = None
 
-    def rows(
+    def image_conditioning(
         self,
         image_index: Tensor,  # (m,) positions of images in the trajectories
     ) -> dict[str, Tensor]:  # prompt embeddings and other inputs of the network, m rows each
@@ -69,7 +69,7 @@ class ReplayContext:
         reference name.
         """
         policy = self.policy
-        prompt_embeds = self.rows(image_index)
+        prompt_embeds = self.image_conditioning(image_index)
         network_sigma = compute_network_sigma(policy, self.trajectories.sampler.sigmas[step_index])
 
         # A reference that is named twice takes one forward pass.
