@@ -24,9 +24,11 @@ from PIL import Image
 from served import serve_in_thread
 
 from chunk_grpo import InputError
+from chunk_grpo.core.settings import load_settings
 from chunk_grpo.pocket import read_pocket_prompts as pocket_prompts
 from chunk_grpo.reward_serving import client, placement, server
 from chunk_grpo.rewards import rewards
+from chunk_grpo.training.state import prepare_state
 
 HERE = Path(__file__).resolve().parent
 IMAGES = torch.rand(5, 3, 64, 64, generator=torch.Generator().manual_seed(0))
@@ -545,6 +547,24 @@ def test_calls_beyond_the_limits_of_a_server_are_sent_in_parts():
         assert torch.equal(scores, red(IMAGES, PROMPTS)) and seen == [[0, 0], [1, 1, 1]]
         with pytest.raises(InputError, match="images must be 1 to 3"):
             remote(IMAGES, PROMPTS, groups=[0] * 5)
+
+
+def test_training_does_not_begin_with_groups_that_a_server_would_reject(tmp_path):
+    """A reward that compares the images of a group needs all of them in one request."""
+
+    def reward(images, prompts, groups):
+        return images[:, 0].mean((1, 2))
+
+    settings = load_settings("pocket/tiny", {"images_per_prompt": 6})
+    for limits, problem in (
+        ({"images": 5}, "`images_per_prompt` must be at most 5 with the server"),
+        ({"bytes": 6 * 3 * 64 * 64 - 1}, "`images_per_prompt` must be lower with the server"),
+    ):
+        with serve("r", reward, **limits) as url:
+            changes = {"reward": {"r": 1}, "reward_options": {"r": {"url": url, "pixels": "bytes"}}}
+            with pytest.raises(InputError, match=problem):
+                prepare_state(settings.model_copy(update=changes), tmp_path)
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_server_says_what_it_refuses(monkeypatch):

@@ -281,8 +281,8 @@ class RemoteReward(RequestOptions):
         """Score the images on the server, and return the scores.
 
         Images beyond the server's limits per request are sent in several requests. A group stays in one request, which the
-        server rejects if it is too large. Raises InputError if the server rejects a request or its scores are not finite,
-        and RewardUnavailable if every try fails.
+        server rejects if it is too large; `check_group_size` finds that out earlier. Raises InputError if the server
+        rejects a request or its scores are not finite, and RewardUnavailable if every try fails.
         """
         scores = []
         for part in self._split_by_limits(images, prompts, inputs):
@@ -324,6 +324,28 @@ class RemoteReward(RequestOptions):
             return [slice(None)]
         batch_size = max(1, min(max_images, (max_bytes - 1000) // max(sizes)))
         return batch_slices(len(images), batch_size, inputs.get("groups"))
+
+    def check_group_size(
+        self,
+        count: int,  # number of images of a group
+        height: int,  # of the images, pixels
+        width: int,  # of the images, pixels
+    ) -> None:
+        """Raise InputError if a group, which is sent in one request, exceeds the limits that the server states on /health."""
+        max_images = self.server_info.get("max_images")
+        max_bytes = self.server_info.get("max_bytes")
+        if type(max_images) is int and count > max_images:
+            raise InputError(
+                f"`images_per_prompt` must be at most {max_images} with the server {self.url}, whose reward compares the "
+                f"images of a group and takes no more in a request; got {count}"
+            )
+        group_bytes = count * 3 * height * width * (1 if self.pixels == "bytes" else 4)
+        if type(max_bytes) is int and group_bytes > max_bytes:
+            raise InputError(
+                f"`images_per_prompt` must be lower with the server {self.url}, whose reward compares the images of a "
+                f"group and takes at most {max_bytes:,} bytes in a request; {count} images of {height} x {width} pixels "
+                f"have {group_bytes:,}"
+            )
 
     def find_rejected_prompt(
         self,

@@ -264,6 +264,19 @@ def _check_reference_names(method: Method) -> None:
         )
 
 
+def _check_group_size(
+    reward: Callable,  # on a server, it may have a method `check_group_size`
+    settings: setting.Settings,
+) -> None:
+    """Raise InputError if a reward that compares the images of a group cannot take a whole group in one request."""
+    check = getattr(reward, "check_group_size", None)
+    if check is None or "groups" not in extra_inputs(reward):
+        return
+    for resolution in setting.training_sizes(settings):
+        height, width = setting.image_size(resolution)
+        check(settings.images_per_prompt, height, width)
+
+
 def prepare_state(
     settings: setting.Settings,
     run: Path,  # an existing folder
@@ -309,6 +322,8 @@ def prepare_state(
         # With an `anchor_share` below 1, the other rewards score the images of training too.
         training_rewards = names if settings.anchor_share < 1 else trained_on
         training_scorers = {name: scorers[name] for name in training_rewards}
+        for scorer in training_scorers.values():
+            _check_group_size(scorer, settings)
         check_prompts(training_scorers, prompts, "prompts", records)
         check_prompts(scorers, held_out, "eval_prompts", held_out_records)
         closing.pop_all()  # all checks have passed, so the rewards stay open
