@@ -178,6 +178,18 @@ def test_a_preset_without_a_class_needs_load_settings():
     assert settings.load_settings(loaded.model_dump(mode="json")) == loaded
 
 
+def test_repeating_the_method_of_a_file_keeps_the_settings_of_the_file(tmp_path):
+    """Its preset fills only what the file leaves out; another method replaces the preset's settings."""
+    file = tmp_path / "mine.yaml"
+    file.write_text("like: pocket/tiny\nmethod: mix\nwindow: progressive:4:10\n")
+    own = settings.load_settings(file)
+    assert own.window == "progressive:4:10" and own.credit == "sum"
+    for overrides in (["method=mix"], {"method": "mix"}):
+        assert settings.load_settings(file, overrides) == own
+    assert settings.load_settings(file, ["method=mix", "window=random:4"]).window == "random:4"
+    assert settings.load_settings(file, ["method=mix-random"]).window == "random:4"
+
+
 def test_a_chunker_may_be_in_a_folder_with_spaces(tmp_path):
     folder = tmp_path / "my code"
     folder.mkdir()

@@ -1796,7 +1796,11 @@ def load_settings(
     for name in values:
         if not isinstance(name, str):  # as in a file with `1: 2`
             raise InputError(f"the name of a setting must be a text; got {name!r}")
-    changes = _expand_method_preset(dict(overrides), folder, keep_name=True)
+    if overrides.get("method") == values.get("method"):
+        # An override that repeats the method must not replace the source's values by those of the method's preset.
+        changes = resolve_code_files(dict(overrides), folder)
+    else:
+        changes = _expand_method_preset(dict(overrides), folder, keep_name=True)
 
     # A run writes complete settings, so the user did not choose each of them for this method.
     chosen = {*overrides}
