@@ -366,6 +366,7 @@ def test_run_that_was_resumed_and_not_finished_is_no_start(tmp_path):
     run_info = tmp_path / "run.json"
     run_info.write_text(json.dumps({"status": "finished"}))
     assert adapters.find_adapter_file(str(tmp_path)).parent == tmp_path / "final"
-    run_info.write_text(json.dumps({"status": "running"}))
+    (tmp_path / "checkpoints/000003").mkdir(parents=True)
+    run_info.write_text(json.dumps({"status": "running", "final_iteration": 2}))
     with pytest.raises(InputError, match="was resumed and is not finished"):
         adapters.find_adapter_file(str(tmp_path))

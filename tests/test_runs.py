@@ -23,11 +23,13 @@ from chunk_grpo import InputError
 from chunk_grpo.core import files, machine
 from chunk_grpo.core import settings as setting
 from chunk_grpo.core.files import append_json_line
+from chunk_grpo.evaluation import run_images
 from chunk_grpo.planning import disk
 from chunk_grpo.planning.disk import check_disk_space
 from chunk_grpo.reporting import reports
 from chunk_grpo.reporting.reports import compare_runs, write_run_report
 from chunk_grpo.runs import launch, run_folder
+from chunk_grpo.training.callbacks import Callback
 
 
 @pytest.fixture
@@ -113,7 +115,10 @@ def trainer(monkeypatch):
             (run / "final").mkdir(exist_ok=True)
             (run / "final" / "weights.safetensors").touch()
             state = SimpleNamespace(
-                run=run, settings=settings, accelerator=SimpleNamespace(is_main_process=True)
+                run=run,
+                settings=settings,
+                iteration=settings.iterations,
+                accelerator=SimpleNamespace(is_main_process=True),
             )
             for callback in callbacks:
                 for line in run_folder.read_metrics_lines(run):
@@ -138,6 +143,21 @@ def raises(error):
         raise error
 
     return act
+
+
+def test_a_callback_at_the_end_of_training_can_use_the_final_weights(settings, trainer, tmp_path):
+    """The run is not marked as finished before its last callback has ended."""
+    trainer(four_lines)
+    seen = []
+
+    class UsesWeights(Callback):
+        def on_train_end(self, state):
+            seen.append(run_images.hash_trained_weights(state.run))
+            seen.append(run_folder.read_run_info(state.run)["status"])
+
+    out = launch.train(settings, tmp_path / "run", callbacks=[UsesWeights()])
+    assert seen == [run_images.hash_trained_weights(out), "running"]
+    assert run_folder.read_run_info(out)["status"] == "finished"
 
 
 def test_a_run_is_made_trained_followed_and_taken_up(settings, trainer, tmp_path):

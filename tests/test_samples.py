@@ -173,6 +173,11 @@ def test_an_interrupted_continuation_counts_by_its_checkpoint(tmp_path, monkeypa
     assert run_images.find_newest_weights(run).name == "000002"
     run_folder.update_run_json(run, status="finished")
     assert run_images.find_newest_weights(run).name == "final"
+
+    # A run that recorded the iteration of its final weights keeps them until there is a newer checkpoint.
+    for final_iteration, name in ((1, "000002"), (2, "final")):
+        run_folder.update_run_json(run, status="failed", final_iteration=final_iteration)
+        assert run_images.find_newest_weights(run).name == name
     (run / "run.json").unlink()
     assert run_images.find_trained_weights(run).name == "final"
 

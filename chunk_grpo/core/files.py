@@ -7,7 +7,8 @@ __all__ = ['Count', 'LOCK_PATIENCE', 'sync_to_disk', 'sync_tree', 'make_folders'
            'try_lock', 'temporary_folder', 'remove_abandoned_in_run', 'atomic_write', 'check_outside_runs',
            'check_regular_file', 'check_writable', 'RunInfo', 'MetricsLine', 'RunProfile', 'CheckpointState',
            'EvaluationSummary', 'ImageScores', 'EvaluationPart', 'describe_schema_violation', 'write_json', 'read_json',
-           'append_json_line', 'read_json_lines', 'drop_partial_line', 'lock_log', 'sha256_of', 'hash_files']
+           'append_json_line', 'read_json_lines', 'drop_partial_line', 'has_outdated_final_weights', 'lock_log',
+           'sha256_of', 'hash_files']
 
 # %% ../../nbs/02_core/01_files.ipynb #af11b083
 import contextlib
@@ -316,6 +317,7 @@ class RunInfo(TypedDict, total=False):
     nodes: Annotated[int, Field(ge=1)]
     threads: Count | None
     final_sha256: dict[str, str]  # file in final/ -> its hash
+    final_iteration: Count  # number of iterations with which the weights in final/ were trained
     made_folder: bool  # True: the run created its folder; False: the folder existed before
 
 
@@ -553,6 +555,23 @@ def drop_partial_line(path: Path) -> None:
     if Path(path).is_file():
         with open(path, "rb+") as handle:
             handle.truncate(handle.read().rfind(b"\n") + 1)
+
+# %% ../../nbs/02_core/01_files.ipynb #5b836342
+def has_outdated_final_weights(
+    run: Path | str,  # the run folder
+) -> bool:
+    """Return True if a run was resumed after its end and has a newer checkpoint than the weights in its folder final/.
+
+    A run of an older version, which did not record the iteration of these weights, counts by its status: they are out of
+    date unless it is finished.
+    """
+    file = Path(run) / "run.json"
+    run_info = read_json(file, RunInfo) if file.is_file() else {}
+    final_iteration = run_info.get("final_iteration")
+    if final_iteration is None:
+        return run_info.get("status", "finished") != "finished"
+    names = [folder.name for folder in (Path(run) / "checkpoints").glob("[0-9]*")]
+    return any(name.isdecimal() and int(name) > final_iteration for name in names)
 
 # %% ../../nbs/02_core/01_files.ipynb #4f2be65f
 LOCK_PATIENCE = 5.0  # seconds to wait for a lock, which a killed process may hold for a moment

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from .. import InputError
-from ..core.files import RunInfo, hash_files, read_json
+from ..core.files import RunInfo, has_outdated_final_weights, hash_files, read_json
 from ..core.settings import Settings, guidance_scales, image_size, training_sizes
 from ..models import adapters, trainable
 from ..models.inputs import read_run_negative_prompts
@@ -33,27 +33,15 @@ from ..training.method_loading import load_method
 from ..training.rollout import draw_size, sample_images
 
 # %% ../../nbs/10_evaluation/00_run_images.ipynb #96a14825
-def _is_unfinished(
-    run: Path | str,  # the run folder
-) -> bool:
-    """Return True if run.json has a status other than finished.
-
-    A run that was resumed after its end keeps the weights of that end in final/ until it finishes again.
-    """
-    file = Path(run) / "run.json"
-    run_info = read_json(file, RunInfo) if file.is_file() else {}
-    return run_info.get("status", "finished") != "finished"
-
-
 def find_trained_weights(
     run: Path | str,  # the run folder
 ) -> Path:  # its subfolder final/
-    """Return the folder of a finished run's weights; raise InputError if the run is not finished."""
+    """Return the folder of a finished run's weights; raise InputError if there are none, or if a checkpoint is newer."""
     if not (Path(run) / "final").is_dir():
         raise InputError(
             f"run: {run} has no trained weights in final/, because it is not finished; resume it first."
         )
-    if _is_unfinished(run):
+    if has_outdated_final_weights(run):
         raise InputError(
             f"run: {run} was resumed and is not finished, so the weights in final/ are older than the run; "
             "resume it first."
@@ -74,7 +62,7 @@ def hash_trained_weights(
     run_info = read_json(file, RunInfo) if file.is_file() else {}
     actual = _hashes_of_loaded_files(hash_files(folder))
     recorded = _hashes_of_loaded_files(run_info.get("final_sha256", {}))
-    if run_info.get("status") == "finished" and recorded and recorded != actual:
+    if recorded and recorded != actual:
         raise InputError(
             f"run: the weights in {run}/final are not those that the training wrote; remove that folder "
             "and resume the run."
@@ -105,7 +93,7 @@ def find_newest_weights(
     Raises InputError if there are none, or if they differ from those that training wrote.
     """
     run = find_run(run)
-    if has_final_weights(run) and not _is_unfinished(run):
+    if has_final_weights(run) and not has_outdated_final_weights(run):
         for file in (run / "final").iterdir():
             file_of_run(run, f"final/{file.name}")  # rejects links out of the run
         hash_trained_weights(run)
@@ -175,7 +163,8 @@ def load_trained_policy(
         return policy
 
     # A checkpoint names each weight by its position in the list of trained weights.
-    weights = stored.get("ema", stored["weights"])
+    # An older run of AWM stored the method's reference weights under the name of the moving average.
+    weights = stored["ema"] if settings.ema and "ema" in stored else stored["weights"]
     transformer = policy.transformer
     parameters = policy.trained
     if not policy.lora and settings.sharding == "none":

@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from .. import InputError
-from ..core.files import RunInfo, atomic_write, read_json
+from ..core.files import atomic_write, has_outdated_final_weights, read_json
 from chunk_grpo.models.inputs import (
     check_pipeline_folder,
     check_regular_files,
@@ -95,8 +95,7 @@ def find_adapter_file(
             raise InputError(
                 f"`lora_start` must be a run that has finished; {path} has no final weights"
             )
-        # A run that was resumed after its end keeps the weights of that end until it finishes again.
-        if read_json(path / "run.json", RunInfo).get("status", "finished") != "finished":
+        if has_outdated_final_weights(path):
             raise InputError(
                 f"`lora_start` must be a run that has finished; {path} was resumed and is not finished, so its "
                 "final weights are older than the run"

@@ -84,18 +84,28 @@ def _train_in_process(
     seconds_before = 0.0  # of earlier sessions of the run
     threads = torch.get_num_threads()
 
-    class MarkFinished(Callback):
-        """Mark the run as finished once its files are on the disk."""
+    class RecordFinalWeights(Callback):
+        """Record the final weights before other callbacks, which may evaluate them."""
 
         def on_train_end(self, state) -> None:
-            """Write the status, the seconds and the hashes of the weights to run.json."""
+            """Write the iteration of the weights and the hashes of their files to run.json."""
+            update_run_json(
+                state.run,
+                final_iteration=state.iteration,
+                final_sha256=hash_files(state.run / "final"),
+            )
+
+    class MarkFinished(Callback):
+        """Mark the run as finished after all other callbacks, once its files are on the disk."""
+
+        def on_train_end(self, state) -> None:
+            """Write the status and the seconds to run.json."""
             sync_tree(state.run)
             update_run_json(
                 state.run,
                 status="finished",
                 finished=time.time(),
                 seconds=seconds_before + time.time() - start,
-                final_sha256=hash_files(state.run / "final"),
             )
 
     def on_sigterm() -> None:
@@ -134,7 +144,7 @@ def _train_in_process(
                     started=read_run_info(run).get("started") or start,
                     error=None,
                 )
-                callbacks = [*callbacks, MarkFinished()]
+                callbacks = [RecordFinalWeights(), *callbacks, MarkFinished()]
             train_run(read_run_settings(run, exact=True), run, as_callbacks(callbacks), write_line)
         except Exception:
             # An error after the weights were written, such as a lost connection, does not fail the run.
