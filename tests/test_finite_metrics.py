@@ -170,7 +170,7 @@ class TwoProcesses:
         return torch.cat([x, x * torch.tensor([2.0, 0.5]).double() if is_errors else x])
 
 
-@pytest.mark.parametrize("first", [torch.bool, torch.float32, torch.float16, torch.int64])
+@pytest.mark.parametrize("first", [torch.bool, torch.float32, torch.bfloat16, torch.int64])
 def test_chunk_numbers_and_ratio_errors_are_those_of_all_processes(first):
     """Whatever the type of a method's first measurement, and whichever process has the largest error."""
     seen = {}
@@ -204,7 +204,12 @@ def test_chunk_numbers_and_ratio_errors_are_those_of_all_processes(first):
         scaler=None,
         optimizer=SimpleNamespace(param_groups=[{"lr": 0.1}]),
     )
-    measured = {"first": torch.tensor([1, 0]).to(first), "other": torch.tensor([0, 1]).to(first)}
+    measured = {
+        "first": torch.tensor([1, 0]).to(first),
+        "count": torch.tensor([1001, 3]),  # a bfloat16 would round it
+        "ratio": torch.tensor([0.1, 1.5]),
+        "flag": torch.tensor([True, False]),
+    }
     update = SimpleNamespace(
         norms=[1.0],
         stats=[SimpleNamespace(items=measured, kl=0.0)],
@@ -221,4 +226,5 @@ def test_chunk_numbers_and_ratio_errors_are_those_of_all_processes(first):
     assert (line["ratio_floor"], line["ratio_floor_rollout"]) == (0.5, 0.5)
     assert seen["chunk"].tolist() == [3, 4099] * 2
     for name, values in seen["values"].items():
-        assert values.dtype == first and torch.equal(values, measured[name].repeat(2))
+        expected = measured[name].repeat(2)
+        assert values.dtype == expected.dtype and torch.equal(values, expected)

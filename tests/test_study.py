@@ -139,6 +139,7 @@ def test_a_report_compares_the_planned_pairs_and_calls_unplanned_trials_explorat
         text = page.read_text()
         assert "crd-chunk minus crd" in text and "chunks choose the levels" in text
         assert "crd minus steps" not in text  # no planned pair
+        assert text.count("p (Holm)") == 1  # that of the planned pairs
         assert ("the results are exploratory" in text) == unplanned
         assert ("The plan was committed before the first trial." in text) != unplanned
 
@@ -193,6 +194,15 @@ def test_tuned_values_may_be_lists():
     table = pilot.tuning_difference_sd({"a": best, "b": best}, "a")
     assert list(table.index) == ["b"] and table.sd["b"] == 0
     assert pilot.paired_power(float("inf"), 8) == 1
+
+
+def test_whole_numbers_of_one_grid_match_fractions_of_another():
+    def tuned(values):
+        points = [{"kl": x, "gain": 0.1 + x, "gains": [0.1 + x, 0.12 + x]} for x in values]
+        return {"points": points, "settings": {"kl": values[0]}, "gain": 0.1, "edge": []}
+
+    table = pilot.tuning_difference_sd({"a": tuned([1, 2]), "b": tuned([1.0, 2.0])}, "a")
+    assert table.seeds["b"] == 3  # two points of two seeds have two degrees of freedom
 
 
 def test_arms_share_prompts_and_noise(through):

@@ -246,6 +246,16 @@ def test_a_chunker_that_returns_fewer_chunks_than_train_chunks_names_is_rejected
     assert said.startswith("`train_chunks` must") and "from 1 to 2" in said
 
 
+def test_train_chunks_may_name_a_chunk_that_only_some_profiles_have(tmp_path):
+    """The number of chunks may depend on the profile, which is measured after the method is loaded."""
+    body = "ends = [i for i in range(1, len(profile)) if profile[i - 1] > 1.2 * profile[i]]"
+    sizes = "return [b - a for a, b in zip([0, *ends], [*ends, len(profile)])]"
+    (tmp_path / "c.py").write_text(f"def f(profile):\n    {body}\n    {sizes}\n")
+    changes = {"chunks": f"{tmp_path / 'c.py'}:f", "train_chunks": "2"}
+    loaded = load_method(settings.load_settings("pocket/tiny", changes))
+    assert loaded.settings.train_chunk_numbers == (1,)
+
+
 @pytest.mark.parametrize(
     "head, body, words",
     [

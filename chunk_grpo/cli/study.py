@@ -177,7 +177,9 @@ def study(
         from chunk_grpo.studies import analysis
 
         study_folder = design.find_study_folder(name).resolve()
-        reference = design.load_study(study_folder).reference
+        study = design.load_study(study_folder)
+        # The report compares planned pairs, corrected within their families; other differences would look as if planned.
+        reference = None if study.contrasts else study.reference
         typer.echo("\n" + analysis.outcome_table(rows, reference) + "\n")
         page = write_report(
             "study",

@@ -489,13 +489,16 @@ def parse_rating(
 ) -> float | None:  # None: the answer cannot be read
     """Read the number after a label, such as 7.5 after "Score:" or "Score (0-10):".
 
-    Returns None unless there is just one such number, and it is within the scale. A range such as 6-7 is no number.
+    Returns None unless there is just one such number, and it is within the scale. A range such as 6-7 or "6 to 7." is no
+    number, but the 8 in "8 - 3 people, as the prompt says" is.
     """
     answer = text.rpartition("</think>")[2]  # without the judge's reasoning
     markup = r"""[\s*_"'`\[(]*"""  # markup around words and numbers
     to = " ?(?:[-–]|to) ?"
     scale = rf"(?:{re.escape(f'{lowest:g}')}{to}{re.escape(f'{highest:g}')}(?!\d)[)\]]?)?"
-    number = rf"(-?\d+(?:\.\d+)?)(?!\.?\d|{to}\d)"  # all digits, and not the start of a range
+    # A dash between spaces may also begin a remark; after it, only a number that ends the statement makes a range.
+    range_end = r"[-–]\d| ?to ?\d| [-–] ?\d+(?:\.\d+)? *(?:$|[\n.;,)*\]/])"
+    number = rf"(-?\d+(?:\.\d+)?)(?!\.?\d|{range_end})"  # all digits, and not the start of a range
     pattern = rf"\b{re.escape(label)}{markup}{scale}{markup}[:=]?{markup}{number}"
     values = {float(value) for value in re.findall(pattern, answer, re.IGNORECASE)}
     if len(values) != 1 or not lowest <= min(values) <= highest:

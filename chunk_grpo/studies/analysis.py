@@ -313,11 +313,11 @@ def study_table(
 
 def outcome_table(
     rows: Sequence[Mapping],  # rows of finished runs
-    reference: str,  # arm that the others are compared with
+    reference: str | None,  # arm that the others are compared with; None: no comparison
 ) -> str:
     """Format the gains of a study's arms, and their differences from the reference, as a table of plain text.
 
-    The table has no differences if the reference has no run.
+    The table has no differences without a reference, or if the reference has no run.
     """
     table = pd.DataFrame(
         study_table(rows, reference if reference in arms_with_runs(rows) else None)

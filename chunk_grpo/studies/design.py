@@ -9,6 +9,7 @@ __all__ = ['STUDIES_FOLDER', 'TUNED_FILE', 'Study', 'list_studies', 'find_study_
 
 # %% ../../nbs/13_studies/00_design.ipynb #a5dca7bb
 import base64
+import functools
 import hashlib
 import importlib.metadata
 import itertools
@@ -608,6 +609,12 @@ def plan_record(
     }
 
 # %% ../../nbs/13_studies/00_design.ipynb #ddac07ec
+@functools.cache
+def _default_settings() -> dict[str, Any]:  # setting -> default, in JSON types
+    """Return the default of every setting."""
+    return Settings().model_dump(mode="json")
+
+
 def comparable_settings(
     settings: Mapping[str, Any],  # settings of a row, keyed by name
 ) -> dict:
@@ -617,7 +624,7 @@ def comparable_settings(
     number of threads are left out. Of model and prompts only the names stay, because rows have hashes of their contents.
     """
     irrelevant = {*setting.RESUME_CHANGEABLE_FIELDS, "threads"}
-    complete = Settings().model_dump(mode="json") | settings
+    complete = _default_settings() | settings
     comparable = {name: value for name, value in complete.items() if name not in irrelevant}
     for name in ("model", "prompts", "eval_prompts"):
         comparable[name] = Path(str(comparable[name])).name
@@ -668,7 +675,8 @@ def find_finished_row(
     wanted_key = outcome_key(wanted)
     candidates = []
     for row in rows:
-        if row["settings"].get("seed", Settings().seed) == seed and outcome_key(row) == wanted_key:
+        row_seed = row["settings"].get("seed", _default_settings()["seed"])
+        if row_seed == seed and outcome_key(row) == wanted_key:
             candidates.append(row)
     # Hashing a model takes a while, so it is done only if a row could match.
     if not candidates:

@@ -12,6 +12,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -403,6 +404,11 @@ def pilot_difference_sd(
     return table.assign(relative_sd=table.sd / abs(gains[reference].mean()))
 
 # %% ../../nbs/13_studies/05_pilot.ipynb #77956b25
+def _whole_as_float(value: Any) -> Any:
+    """Return a whole number as a float, which has the same text as an equal fraction; return other values unchanged."""
+    return float(value) if type(value) is int else value
+
+
 def _matching_points(
     tuned: Mapping,  # tuning result of an arm, which has settings, gain and points
     reference: Mapping,  # tuning result of the reference arm
@@ -420,8 +426,11 @@ def _matching_points(
         """Return the best points of an arm, keyed by their values of the shared settings."""
         ordered = sorted(arm["points"], key=lambda point: point["gain"])
         # Later points replace earlier ones, so the best one stays.
-        # A value may be a list, so the key is a text.
-        return {json.dumps([point[name] for name in shared]): point for point in ordered}
+        # A value may be a list, so the key is a text. A grid may hold whole numbers and fractions.
+        return {
+            json.dumps([_whole_as_float(point[name]) for name in shared]): point
+            for point in ordered
+        }
 
     arm_points = best_points(tuned)
     reference_points = best_points(reference)

@@ -239,13 +239,33 @@ def _check_attributes(method: Method) -> None:
             )
 
 
+def _chunk_count_varies(
+    chunker: Callable,  # the user's function of a profile
+    count: int,  # number of chunks that it returns for a falling profile
+    step_count: int,  # n, number of trainable steps
+) -> bool:
+    """Return True if a chunker returns another number of chunks for profiles that rise, or rise and fall, or rejects these."""
+    rising = torch.linspace(0.5, 1, step_count, dtype=torch.float64)
+    alternating = torch.tensor([0.5, 1.0], dtype=torch.float64).repeat(step_count)[:step_count]
+    for profile in (rising, alternating):
+        try:
+            returned = chunker(profile)
+            sizes = [*getattr(returned, "sizes", returned)]
+        except Exception:  # user code may raise anything for a profile that is never measured
+            return True
+        if len(sizes) != count:
+            return True
+    return False
+
+
 def _check_chunks(
     method: Method,
     step_count: int,  # n, number of trainable steps
 ) -> None:
     """Raise InputError unless the method's `chunks`, or the user's chunker, covers all trainable steps with chunks.
 
-    Also raises it if a chunker returns fewer chunks than `train_chunks` names.
+    Also raises it if `train_chunks` names more chunks than a chunker returns. If their number depends on the profile, which
+    is measured later, any number that the steps allow passes.
     """
     is_fixed = method.settings.chunk_rule.kind == "fixed"
     profile = (
@@ -279,7 +299,10 @@ def _check_chunks(
                 "",
                 f"must return whole sizes that add up to the {step_count} transitions; it returned {shown}",
             )
-        parse_chunk_numbers(method.settings.train_chunks, len(sizes))
+        largest = len(sizes)
+        if not is_fixed and _chunk_count_varies(method.chunker, largest, step_count):
+            largest = step_count
+        parse_chunk_numbers(method.settings.train_chunks, largest)
         return
     chunks = call_hook(method, "chunks", profile)
     if not isinstance(chunks, Chunks):

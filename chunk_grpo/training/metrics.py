@@ -7,7 +7,6 @@ __all__ = ['IMAGE_TRACKERS', 'above_base_metrics', 'check_method_metrics', 'coll
            'tracker_values', 'log_eval_samples']
 
 # %% ../../nbs/07_training/13_metrics.ipynb #7316112d
-import functools
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -170,15 +169,17 @@ def collect_metrics(
         state.accelerator.pad_across_processes(torch.stack(local_rows, dim=1), pad_index=-1)
     ).cpu()
     table = table[table[:, -1] >= 0]
-    dtype = functools.reduce(torch.promote_types, (x.dtype for x in columns.values()))
-    *values, _ = table.to(dtype).T
-    chunk = table[:, -1]
+    *rows, chunk = table.T
+    measurements = {
+        name: row.to(column.dtype)
+        for (name, column), row in zip(columns.items(), rows, strict=True)
+    }
     assert state.profile is not None  # the trainer has measured it
     chunk_count = len(
         method.chunks(state.profile[method.trainable_steps(method.sampler(state.iteration - 1))])
     )
     method_metrics = method.metrics(
-        dict(zip(columns, values, strict=True)),
+        measurements,
         chunk.long().clamp(max=chunk_count - 1),
         chunk_count,
     )
