@@ -728,6 +728,14 @@ def test_the_status_of_a_run_that_only_others_may_write_can_be_read(
         assert run_folder.is_training(out)
 
 
+def test_two_processes_that_ask_at_once_do_not_take_each_other_for_training(settings, tmp_path):
+    out = run_folder.create_run(settings, tmp_path / "run")
+    run_folder.update_run_json(out, status="running")
+    with open(out / "train.log", "rb") as other:
+        assert files.try_lock(other, shared=True)  # as another reader does while it asks
+        assert run_folder.read_run_info(out)["status"] == "interrupted"
+
+
 def test_another_number_of_processes_is_warned_of(settings, tmp_path):
     settings = settings.model_copy(update={"prompts_per_iteration": 2})
     out = run_folder.create_run(settings, tmp_path / "run", processes=2)

@@ -18,6 +18,7 @@ from report_functions import functions_of_report
 from strangers import write_stranger
 
 from chunk_grpo import InputError
+from chunk_grpo.core import settings as setting
 from chunk_grpo.core.files import read_json, write_json
 from chunk_grpo.reporting import figures
 from chunk_grpo.reporting.figures import plot_profile
@@ -178,8 +179,6 @@ def test_links_out_of_a_run_are_refused(stranger, name, read):
 
 
 def test_a_run_of_this_machine_is_known_until_its_rewards_are_changed(tmp_path, monkeypatch):
-    from chunk_grpo.core import settings as setting
-
     monkeypatch.setenv("CHUNK_GRPO_CACHE", str(tmp_path / "cache"))
     run = run_folder.create_run(setting.load_settings("pocket/tiny"), tmp_path / "run")
     shutil.copytree(run, tmp_path / "copy")
@@ -208,6 +207,40 @@ def test_asking_whether_a_run_is_own_writes_no_file(tmp_path, monkeypatch):
     assert run_folder.is_own_run(run)
     lines = (tmp_path / "cache" / "own-runs.txt").read_text().splitlines()
     assert len(lines) == len(set(lines))
+
+
+def test_runs_of_others_who_share_the_cache_are_not_own(tmp_path, monkeypatch):
+    """Neither a line that another user may have written counts, nor is one's own run recorded where others write."""
+    cache, state = tmp_path / "cache", tmp_path / "state"
+    monkeypatch.setenv("CHUNK_GRPO_CACHE", str(cache))
+    monkeypatch.setenv("XDG_STATE_HOME", str(state))
+    theirs = run_folder.create_run(setting.load_settings("pocket/tiny"), tmp_path / "theirs")
+    assert run_folder.is_own_run(theirs)
+    (cache / "own-runs.txt").chmod(0o666)
+    assert not run_folder.is_own_run(theirs)
+    (cache / "own-runs.txt").unlink()
+    cache.chmod(0o777)
+    own = run_folder.create_run(setting.load_settings("pocket/tiny"), tmp_path / "own")
+    assert run_folder.is_own_run(own) and not run_folder.is_own_run(theirs)
+    assert not (cache / "own-runs.txt").exists()
+    assert (state / "chunk_grpo").stat().st_mode & 0o777 == 0o700
+    monkeypatch.setenv("CHUNK_GRPO_CACHE", str(tmp_path / "another"))
+    assert run_folder.is_own_run(own)
+    monkeypatch.setattr(run_folder.os, "getuid", lambda: 12345)  # the other user asks
+    assert not run_folder.is_own_run(own)
+
+
+def test_a_run_that_cannot_be_recorded_is_created_with_a_warning(tmp_path, monkeypatch):
+    monkeypatch.setenv("CHUNK_GRPO_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    (tmp_path / "cache" / "own-runs.txt").mkdir(parents=True)  # cannot be opened, even by root
+    run = run_folder.create_run(setting.load_settings("pocket/tiny"), tmp_path / "run")
+    assert run_folder.is_own_run(run)
+    monkeypatch.setenv("XDG_STATE_HOME", "/dev/null")
+    with pytest.warns(UserWarning, match="could not be recorded as your own.* need --trust"):
+        run = run_folder.create_run(setting.load_settings("pocket/tiny"), tmp_path / "second")
+    assert run_folder.read_run_info(run)["status"] == "created"
+    assert not run_folder.is_own_run(run)
 
 
 SCRIPT = "<script>alert(1)</script>"

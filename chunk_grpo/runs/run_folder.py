@@ -9,11 +9,13 @@ __all__ = ['file_of_run', 'find_run', 'is_training', 'read_run_info', 'update_ru
            'record_own_run', 'check_trust', 'check_run_inputs', 'has_final_weights', 'holds_run', 'create_run']
 
 # %% ../../nbs/09_runs/00_run_folder.ipynb #9918e5c8
+import contextlib
 import hashlib
 import itertools
 import json
 import os
 import re
+import stat
 import uuid
 import warnings
 from collections.abc import Collection, Sequence
@@ -100,13 +102,10 @@ def is_training(run: Path | str) -> bool:
     log = file_of_run(run, "train.log")
     if not log.is_file():
         return False
-    try:
-        handle = open(log, "ab")
-    except OSError:  # the disk is read-only, or the run another user's
-        handle = open(log, "rb")
-    # A training process holds the lock on its log until it ends.
-    with handle:
-        return not try_lock(handle)
+    # A training process holds the lock on its log until it ends. A shared lock also works on a disk that this user may
+    # only read, and several processes can ask at once.
+    with open(log, "rb") as handle:
+        return not try_lock(handle, shared=True)
 
 # %% ../../nbs/09_runs/00_run_folder.ipynb #cff33988
 def read_run_info(
@@ -314,16 +313,43 @@ def _identifying_lines(run: str | Path) -> list[str]:
     return lines
 
 
+def _own_run_lists() -> list[Path]:
+    """Return the paths at which the list of this user's own runs may be, the preferred one first.
+
+    They are in the prompt cache, and in $XDG_STATE_HOME or ~/.local/state for a cache that others may write to.
+    """
+    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    return [
+        folder / "own-runs.txt" for folder in (prompt_cache_folder(), Path(state) / "chunk_grpo")
+    ]
+
+
+def _is_private(
+    path: Path,  # a file or a folder
+) -> bool:
+    """Return True if the path exists, belongs to this user, and no other user may write to it."""
+    try:
+        status = path.stat()
+    except OSError:
+        return False
+    # Many systems give every user a group of their own with the user's number.
+    is_shared_group = status.st_mode & stat.S_IWGRP and status.st_gid != status.st_uid
+    others_may_write = is_shared_group or status.st_mode & stat.S_IWOTH
+    return status.st_uid == os.getuid() and not others_may_write
+
+
 def run_origin(run: str | Path) -> str:
     """Return "own" if this user created a run on this machine, and "edited" or "foreign" otherwise.
 
     An "own" run has the same rewards, prompts, model and code as when it was created. An "edited" run was created here
     and names the same code, but the content of that code has changed. Any other run is "foreign".
     """
-    file = prompt_cache_folder() / "own-runs.txt"
     recorded_lines = []
-    if file.is_file():
-        recorded_lines = file.read_text(errors="replace").splitlines()
+    for file in _own_run_lists():
+        # In a list that others may write to, their runs would count as this user's.
+        if _is_private(file):
+            with contextlib.suppress(OSError):
+                recorded_lines += file.read_text(errors="replace").splitlines()
     lines = _identifying_lines(run)
     if lines[-1] in recorded_lines:
         return "own"
@@ -338,13 +364,28 @@ def is_own_run(run: str | Path) -> bool:
 
 
 def record_own_run(run: str | Path) -> None:
-    """Record that this user created a run on this machine, unless it is recorded already."""
+    """Record that this user created a run on this machine, unless it is recorded already.
+
+    The list is a file in the prompt cache, or in the user's state folder if others may write to the cache. Warns if
+    neither can be written.
+    """
     if is_own_run(run):
         return
-    file = prompt_cache_folder() / "own-runs.txt"
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with open(file, "a", encoding="utf-8") as handle:
-        handle.writelines(f"{line}\n" for line in _identifying_lines(run))
+    text = "".join(f"{line}\n" for line in _identifying_lines(run))
+    for file in _own_run_lists():
+        with contextlib.suppress(OSError):
+            file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if _is_private(file.parent):
+                file.touch(mode=0o600)
+                if _is_private(file):
+                    with open(file, "a", encoding="utf-8") as handle:
+                        handle.write(text)
+                    return
+    warnings.warn(
+        f"the run {run} could not be recorded as your own, because neither {' nor '.join(map(str, _own_run_lists()))} "
+        "can be written by you alone; commands that load its code will need --trust",
+        stacklevel=1,
+    )
 
 # %% ../../nbs/09_runs/00_run_folder.ipynb #trust-code
 def check_trust(
