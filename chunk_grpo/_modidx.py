@@ -1184,6 +1184,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                        'chunk_grpo/models/inputs.py'),
                                           'chunk_grpo.models.inputs._read_table': ( '03_models/inputs.html#_read_table',
                                                                                     'chunk_grpo/models/inputs.py'),
+                                          'chunk_grpo.models.inputs._resolve_prompt_list': ( '03_models/inputs.html#_resolve_prompt_list',
+                                                                                             'chunk_grpo/models/inputs.py'),
                                           'chunk_grpo.models.inputs._size_of_record': ( '03_models/inputs.html#_size_of_record',
                                                                                         'chunk_grpo/models/inputs.py'),
                                           'chunk_grpo.models.inputs._table_records': ( '03_models/inputs.html#_table_records',
