@@ -29,6 +29,7 @@ from chunk_grpo.planning.disk import check_disk_space
 from chunk_grpo.reporting import reports
 from chunk_grpo.reporting.reports import compare_runs, write_run_report
 from chunk_grpo.runs import launch, run_folder
+from chunk_grpo.training import checkpoints
 from chunk_grpo.training.callbacks import Callback
 
 
@@ -734,6 +735,24 @@ def test_two_processes_that_ask_at_once_do_not_take_each_other_for_training(sett
     with open(out / "train.log", "rb") as other:
         assert files.try_lock(other, shared=True)  # as another reader does while it asks
         assert run_folder.read_run_info(out)["status"] == "interrupted"
+
+
+def test_an_older_run_with_a_setting_without_effect_can_be_resumed(tmp_path):
+    """Training and its checkpoint, as a version wrote them that did not reject `profile_every`."""
+    lists = {"prompts": "pocket:train", "eval_prompts": "pocket:test"}
+    small = {"steps": 5, "images_per_prompt": 2, "prompts_per_iteration": 1, "eval_every": 0}
+    few = {"chunks": "adaptive:2", "iterations": 1, "eval_images": 1, **small, **lists}
+    settings = setting.load_settings("pocket/tiny", few)
+    out = launch.train(settings, tmp_path / "run")
+    old = run_folder.read_run_info(out)["settings"] | {"profile_every": 5}
+    run_folder.update_run_json(out, settings=old)
+    (folder,) = (out / "checkpoints").glob("[0-9]*")
+    manifest = checkpoints.read_manifest(folder) | {"settings": old}
+    manifest["sha256"] = checkpoints._hash_manifest(manifest)
+    files.write_json(folder / "manifest.json", manifest)
+    launch.train(settings.model_copy(update={"iterations": 2}), out, resume=True)
+    assert [line["iteration"] for line in run_folder.read_metrics_lines(out)] == [0, 1, 2]
+    assert run_folder.read_run_info(out)["settings"]["profile_every"] == 0
 
 
 def test_another_number_of_processes_is_warned_of(settings, tmp_path):

@@ -383,3 +383,20 @@ def test_a_run_of_another_version_is_read_and_what_only_that_knew_is_named(tmp_p
     done = call("compare", run, cwd=tmp_path)
     assert done.returncode == 2 and "theirs, made by chunk_grpo 9.9" in done.stderr
     assert "`clip_range`" in done.stderr
+
+
+def test_a_setting_without_effect_of_an_older_run_is_read_as_its_default_with_a_warning(tmp_path):
+    run = synthetic.write(tmp_path / "old")
+    note = read_json(run / "run.json")
+    adaptive = {"chunks": "adaptive:4", "train_chunks": "all"}
+    note["settings"] |= {**adaptive, "profile_every": 5, "anchor_every": 3}
+    write_json(run / "run.json", note)
+    with pytest.raises(InputError, match="`anchor_every` must be 0"):
+        setting.load_settings(note["settings"])
+    with pytest.warns(
+        UserWarning, match="old, made by .*anchor_every 3 as 0, profile_every 5 as 0"
+    ):
+        settings = run_folder.read_run_settings(run)
+    assert (settings.chunks, settings.profile_every, settings.anchor_every) == ("adaptive:4", 0, 0)
+    done = call("compare", run, cwd=tmp_path)
+    assert done.returncode == 0 and done.stderr.count("profile_every 5 as 0") == 1, done.stderr

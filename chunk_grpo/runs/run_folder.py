@@ -55,10 +55,11 @@ from chunk_grpo.core.settings import (
     Settings,
     check_processes,
     check_resume,
-    load_settings,
+    load_recorded_settings,
     named_code,
     reward_weights,
 )
+from ..core.validation import format_value
 from chunk_grpo.core.user_code import (
     changed_code,
     check_reward_code,
@@ -143,7 +144,8 @@ def read_run_settings(
 ) -> Settings:
     """Read the settings of a run from its run.json.
 
-    Raises InputError if the folder holds no run or the settings are not valid.
+    A setting that has no effect, which only older versions allow, is reset with a warning. Raises InputError if the folder
+    holds no run or the settings are not valid.
     """
     run_info = read_json(find_run(run) / "run.json", RunInfo, ("settings",))
     # Without a recorded version, unknown settings mean that the file is damaged.
@@ -164,11 +166,22 @@ def read_run_settings(
             stacklevel=1,
         )
     try:
-        return load_settings(values)
+        settings, reset = load_recorded_settings(values)
     except InputError as error:
         raise InputError(
             f"the settings of the run {run_description}, cannot be used: {error}"
         ) from None
+    if reset:
+        changes = [
+            f"{name} {format_value(value)} as {format_value(getattr(settings, name))}"
+            for name, value in reset.items()
+        ]
+        warnings.warn(
+            f"version {__version__} reads settings of the run {run_description}, that have no effect in it by their "
+            f"defaults: {', '.join(changes):.200}",
+            stacklevel=1,
+        )
+    return settings
 
 
 def read_metrics_lines(run: str | Path) -> list[dict]:
@@ -563,7 +576,7 @@ def create_run(
         """Return run.json of the run to resume, and whether nothing is left to train."""
         required = ("settings", "status", "model_sha256", "prompts_sha256")
         run_info = read_json(out / "run.json", RunInfo, required)
-        previous_settings = load_settings(run_info["settings"])
+        previous_settings, _ = load_recorded_settings(run_info["settings"])
         check_resume(make_inputs_absolute(previous_settings), settings)
         done = (
             run_info["status"] == "finished"
