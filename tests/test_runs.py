@@ -86,6 +86,18 @@ def test_the_disk_has_room_for_the_embeddings_too(settings, tmp_path, monkeypatc
         check_disk_space(settings, tmp_path / "run")
 
 
+def test_embeddings_that_another_run_removes_meanwhile_need_no_space(tmp_path, monkeypatch):
+    monkeypatch.setenv("CHUNK_GRPO_CACHE", str(tmp_path))
+    folder = tmp_path / "embeddings" / "0123"
+    folder.mkdir(parents=True)
+    settings = setting.load_settings("pocket/tiny")
+    _, before = disk.estimate_new_disk_bytes(settings)
+    (folder / "a.safetensors").write_bytes(b"0" * 1000)
+    (folder / "b.safetensors").symlink_to(tmp_path / "removed")  # listed, but no longer there
+    _, after = disk.estimate_new_disk_bytes(settings)
+    assert before - 1200 < after <= before - 1000
+
+
 def test_a_resumed_run_needs_room_only_for_what_it_has_not_written(settings, tmp_path, monkeypatch):
     run = tmp_path / "run"
     (run / "checkpoints/000002").mkdir(parents=True)

@@ -143,7 +143,9 @@ def plan(
     estimated = "estimated, not measured"
     if not speed and config is not None:
         estimated += ", but for this machine's matrix rate"
-        speed = measure_matmul_rate(run_settings.dtype)
+        speed = measure_matmul_rate(
+            run_settings.dtype, device="cpu" if run_settings.device == "cpu" else None
+        )
     speed = speed or 1.0
 
     tables = {

@@ -135,6 +135,10 @@ def choose_processes(
     config = find_model_config(settings.model, settings.family) if is_worthwhile else None
     if config is None:
         return 1
-    memory = training_memory(fit_update_batch(config, settings), config, most)
+    # imported here, since it imports the methods
+    from chunk_grpo.training.method_loading import load_method
+
+    references = len(load_method(settings).reference_decays)
+    memory = training_memory(fit_update_batch(config, settings), config, most, references)
     process_bytes = sum(memory.values()) + _PROCESS_BYTES
     return most if most * process_bytes <= info["memory_gb"] * 1e9 / 2 else 1
