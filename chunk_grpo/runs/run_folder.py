@@ -70,6 +70,8 @@ from chunk_grpo.core.user_code import (
     copy_code,
     find_code,
     assign_copy_paths,
+    unrecorded_settings,
+    warn_of_unrecorded_code,
 )
 from chunk_grpo.models.inputs import (
     make_inputs_absolute,
@@ -268,6 +270,11 @@ def check_new_folder(
     check_writable(out)
 
 # %% ../../nbs/09_runs/00_run_folder.ipynb #aea5d2a6
+def _recorded_code(run: str | Path) -> dict[str, dict[str, str]]:  # empty if the run recorded none
+    """Read the code files that a run began with, as `find_code` returned them; raise InputError if run.json is damaged."""
+    return read_json(find_run(run) / "run.json", RunInfo).get("code", {})
+
+
 def _hash_current_code(
     run: str | Path,  # the run folder
 ) -> dict:  # hashes, keyed as in `find_code`, and folders, keyed by "environment: REWARD"
@@ -281,9 +288,14 @@ def _hash_current_code(
         warnings.simplefilter("ignore")
         try:
             settings = read_run_settings(run)
+            recorded_code = _recorded_code(run)
         except InputError:
             return {}
-    code: dict = dict.fromkeys(code_keys(settings), "not found") | code_hashes(settings)
+    keys = code_keys(settings)
+    unrecorded = unrecorded_settings(recorded_code, keys)
+    code: dict = dict.fromkeys(keys, "not found") | code_hashes(settings)
+    # The records of own runs of older versions do not contain this code either.
+    code = {key: value for key, value in code.items() if key.partition(": ")[0] not in unrecorded}
     for name, options in settings.reward_options.items():
         environment = options.get("environment")
         if not isinstance(environment, str) or os.sep not in environment:
@@ -425,6 +437,8 @@ def check_trust(
     settings = read_run_settings(run)
     origin = run_origin(run)
     if origin == "own":
+        unrecorded = unrecorded_settings(_recorded_code(run), code_keys(settings))
+        warn_of_unrecorded_code(unrecorded)
         return
     if origin == "edited":  # created here, but its code has changed since
         if not trust:
