@@ -1378,6 +1378,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                         'chunk_grpo/models/prompt_embeds.py'),
                                                  'chunk_grpo.models.prompt_embeds._load_prompt_embeds': ( '03_models/prompt_embeds.html#_load_prompt_embeds',
                                                                                                           'chunk_grpo/models/prompt_embeds.py'),
+                                                 'chunk_grpo.models.prompt_embeds._make_embeds_folder': ( '03_models/prompt_embeds.html#_make_embeds_folder',
+                                                                                                          'chunk_grpo/models/prompt_embeds.py'),
                                                  'chunk_grpo.models.prompt_embeds._make_label': ( '03_models/prompt_embeds.html#_make_label',
                                                                                                   'chunk_grpo/models/prompt_embeds.py'),
                                                  'chunk_grpo.models.prompt_embeds._prompt_cache_limit': ( '03_models/prompt_embeds.html#_prompt_cache_limit',
