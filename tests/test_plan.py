@@ -617,7 +617,8 @@ def test_a_preset_carries_its_processes(gpus, wanted, monkeypatch):
 
 
 def test_the_memory_of_reference_weights_counts_when_processes_are_chosen(monkeypatch):
-    run_settings = settings.load_settings("pocket/demo", {"method": "nft", "shared_noise": False})
+    words = ["pocket/demo", "method=nft", "shared_noise=false"]
+    run_settings = settings.load_settings(words[0], words[1:])
     config = find_model_config("pocket")
     least = sum(training_memory(run_settings, config, 2).values())
     more = sum(training_memory(run_settings, config, 2, reference_weights=1).values())
@@ -625,7 +626,9 @@ def test_the_memory_of_reference_weights_counts_when_processes_are_chosen(monkey
         gigabytes = 2 * 2 * (process_bytes + 1e9) / 1e9
         machine_of = {"gpus": [], "cores": 2, "memory_gb": gigabytes}
         monkeypatch.setattr(machine, "machine_info", lambda found=machine_of: found)
-        assert choose_processes(run_settings) == wanted
+        assert choose_processes(run_settings, reference_weights=1) == wanted
+        said = CliRunner().invoke(main.app, ["plan", *words, "--rate", "1"]).output
+        assert (", 2 processes" in said) == (wanted == 2), said
 
 
 @pytest.mark.parametrize("device, wanted", [("cpu", "cpu"), ("auto", None)])
