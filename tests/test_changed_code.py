@@ -334,3 +334,32 @@ def test_own_run_is_sampled_where_the_code_of_its_reward_cannot_be_found(tmp_pat
     run_folder.check_trust(run, action="sampling from", loads_rewards=False)
     with pytest.raises(InputError, match="can no longer be found"):
         run_folder.check_trust(run)
+
+
+def test_an_older_run_that_did_not_record_code_is_read_and_resumed_with_a_warning(
+    tmp_path, monkeypatch
+):
+    """Older versions recorded no code of a module whose name ends in a digit; what they recorded is still compared."""
+    monkeypatch.setenv("CHUNK_GRPO_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    write_code(tmp_path)
+    shutil.copy("mine_method.py", "mine_method2.py")
+    changes = {"method": "mine_method2:Rank", "reward": "mine_reward:red", "eval_rewards": []}
+    run_settings = settings.load_settings("pocket/tiny", changes)
+    old = run_folder.create_run(run_settings, tmp_path / "run")
+    code = read_json(old / "run.json")["code"]
+    kept = {key: entry for key, entry in code.items() if entry["setting"] == "reward"}
+    assert kept and len(kept) < len(code)
+    run_folder.update_run_json(old, code=kept)
+    (tmp_path / "cache" / "own-runs.txt").unlink()
+    run_folder.record_own_run(old)  # the hashes of an older version leave this code out, too
+    with pytest.warns(UserWarning, match="did not record the code that `method` names"):
+        run_folder.check_trust(old)
+    with pytest.warns(UserWarning, match="did not record the code that `method` names"):
+        assert run_folder.create_run(run_settings, old, resume=True) == old
+    mark(tmp_path, "mine_reward.py")
+    with pytest.raises(InputError, match="`reward` of .* has changed since the run began"):
+        run_folder.check_trust(old)
+    with pytest.raises(InputError, match="`reward` must be the same code when a run is resumed"):
+        run_folder.create_run(run_settings, old, resume=True)
+    assert not (tmp_path / "ran").exists()

@@ -128,6 +128,30 @@ def test_negative_prompts_that_only_evaluation_could_use_are_rejected_in_another
     assert inputs.read_run_negative_prompts(Settings(**other), ["eval_prompts"])
 
 
+def test_a_prompt_of_both_lists_may_have_a_negative_prompt_that_only_evaluation_uses(
+    tmp_path, monkeypatch
+):
+    """Whether the training list repeats it or not; another one there is used nowhere."""
+    held_out = write_records(tmp_path / "held.jsonl", RECORDS)
+    star = "a red star"
+    for record, is_allowed in (
+        ({"prompt": star, "negative_prompt": "a blue circle"}, True),
+        ({"prompt": star}, True),
+        ({"prompt": star, "negative_prompt": "green"}, False),
+    ):
+        training = write_records(tmp_path / "training.jsonl", [record, {"prompt": "a hat"}])
+        settings = Settings(prompts=training, eval_prompts=held_out, eval_true_cfg_scale=2.0)
+        if is_allowed:
+            assert inputs.read_run_negative_prompts(settings) == {star: "a blue circle"}
+        else:
+            with pytest.raises(InputError, match="^prompts: records of .*training.jsonl have"):
+                inputs.read_run_negative_prompts(settings)
+    # One list, named in two ways, is used in evaluation.
+    monkeypatch.chdir(tmp_path)
+    settings = Settings(prompts="./held.jsonl", eval_prompts=held_out, eval_true_cfg_scale=2.0)
+    assert inputs.read_run_negative_prompts(settings, ["prompts"]) == {star: "a blue circle"}
+
+
 def test_lists_that_contradict_each_other_are_rejected(tmp_path):
     other = write_records(tmp_path / "other.jsonl", [RECORDS[2], {"prompt": "a red star"}])
     settings = Settings(**lists(tmp_path, eval_prompts=other, true_cfg_scale=2.0))

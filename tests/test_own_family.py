@@ -167,3 +167,35 @@ def test_embeddings_of_a_family_are_read_only_with_the_code_that_made_them(tmp_p
     for changed in ({"factor": 4}, {"factor": 2, "helper": 2}):
         scaled, key = embeds("my_scaled.py:Scaled", **changed)
         assert torch.equal(scaled, 4 * usual) and key not in (usual_key, doubled_key)
+
+
+def test_embeddings_of_a_family_in_a_package_depend_on_its_relative_imports(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    package = tmp_path / "my_families"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "scaled.py").write_text(
+        SCALED.replace("import my_scale", "from . import my_scale") + "\n\nFACTOR = 1\n"
+    )
+
+    def key(factor):
+        (package / "my_scale.py").write_text(f"FACTOR = {factor}\n")
+        for name in [name for name in sys.modules if name.startswith("my_families")]:
+            monkeypatch.delitem(sys.modules, name)
+        _import_family.cache_clear()
+        family = "my_families.scaled:Scaled"
+        return load_policy("pocket", resolution=64, max_tokens=12, family=family).key
+
+    assert key(1) == key(1) != key(2)
+
+
+def test_two_families_in_files_of_one_name_have_embeddings_of_their_own(tmp_path):
+    """The code that identifies the first is its own, even if the second was imported before anybody asked."""
+    policies = []
+    for folder, factor in (("a", 1), ("b", 2)):
+        (tmp_path / folder).mkdir()
+        file = tmp_path / folder / "scaled.py"
+        file.write_text(SCALED.replace("import my_scale", "") + f"\n\nFACTOR = {factor}\n")
+        family = f"{file}:Scaled"
+        policies.append(load_policy("pocket", resolution=64, max_tokens=12, family=family))
+    assert policies[0].key != policies[1].key

@@ -616,6 +616,31 @@ def test_a_preset_carries_its_processes(gpus, wanted, monkeypatch):
     assert ", 8 processes" in said
 
 
+def test_the_memory_of_reference_weights_counts_when_processes_are_chosen(monkeypatch):
+    words = ["pocket/demo", "method=nft", "shared_noise=false"]
+    run_settings = settings.load_settings(words[0], words[1:])
+    config = find_model_config("pocket")
+    least = sum(training_memory(run_settings, config, 2).values())
+    more = sum(training_memory(run_settings, config, 2, reference_weights=1).values())
+    for process_bytes, wanted in (((least + more) / 2, 1), (2 * more - least, 2)):
+        gigabytes = 2 * 2 * (process_bytes + 1e9) / 1e9
+        machine_of = {"gpus": [], "cores": 2, "memory_gb": gigabytes}
+        monkeypatch.setattr(machine, "machine_info", lambda found=machine_of: found)
+        assert choose_processes(run_settings, reference_weights=1) == wanted
+        said = CliRunner().invoke(main.app, ["plan", *words, "--rate", "1"]).output
+        assert (", 2 processes" in said) == (wanted == 2), said
+
+
+@pytest.mark.parametrize("device, wanted", [("cpu", "cpu"), ("auto", None)])
+def test_plan_measures_the_device_of_the_run(device, wanted, monkeypatch):
+    asked = []
+    monkeypatch.setattr(
+        devices, "measure_matmul_rate", lambda dtype, device=None: asked.append(device) or 1e9
+    )
+    answer = CliRunner().invoke(main.app, ["plan", "pocket/tiny", f"device={device}"])
+    assert answer.exit_code == 0 and asked == [wanted], answer.output
+
+
 def test_under_torchrun_nothing_is_chosen(two_cores, monkeypatch, tmp_path):
     """Else each of four would start two."""
     monkeypatch.setenv("WORLD_SIZE", "4")

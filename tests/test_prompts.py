@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from commands import call
+from safetensors import SafetensorError
 
 from chunk_grpo import InputError
 from chunk_grpo.core import settings
@@ -199,6 +200,44 @@ def test_a_cache_of_several_users_can_be_read_by_each_and_trimmed_by_two_at_once
     monkeypatch.setattr(Path, "stat", stat_after_removal)
     assert prompt_embeds.trim_prompt_cache(0) == 2
     assert not any(path.exists() for path in paths.values())
+
+
+@pytest.mark.parametrize("mode", [0o755, 0o2775, 0o1777])
+def test_all_who_may_write_to_the_cache_can_add_prompts_of_a_model(monkeypatch, tmp_path, mode):
+    """Whatever the umask of the user who encodes the first prompt."""
+    monkeypatch.setenv("CHUNK_GRPO_CACHE", str(tmp_path))
+    tmp_path.chmod(mode)
+    before = os.umask(0o022)
+    try:
+        (path,) = prompt_embeds.cache_prompt_embeds(
+            ["a cat"], "key", lambda group: {"embeds": torch.ones(1, 2)}
+        ).values()
+    finally:
+        os.umask(before)
+    assert [folder.stat().st_mode & 0o7777 for folder in path.parents[:2]] == [mode, mode]
+    assert path.stat().st_mode & 0o777 == mode & 0o666
+
+
+@pytest.mark.parametrize("denied", ["mkdir", "replace", "save_file"])
+def test_a_cache_that_cannot_be_written_is_one_sentence_with_its_variable(
+    monkeypatch, tmp_path, denied
+):
+    monkeypatch.setenv("CHUNK_GRPO_CACHE", str(tmp_path))
+    if denied == "mkdir":
+        monkeypatch.setattr(Path, "mkdir", deny)
+    elif denied == "replace":
+        monkeypatch.setattr(os, "replace", deny)
+    else:
+
+        def refuse(rows, file, metadata):
+            raise SafetensorError("I/O error: Permission denied (os error 13)")
+
+        monkeypatch.setattr(prompt_embeds, "save_file", refuse)
+    with pytest.raises(InputError, match="variable CHUNK_GRPO_CACHE must name a folder that can"):
+        prompt_embeds.cache_prompt_embeds(
+            ["a cat"], "key", lambda group: {"embeds": torch.ones(1, 2)}
+        )
+    assert not [*tmp_path.rglob("*.part")]
 
 
 def deny(*arguments, **options):

@@ -1,6 +1,7 @@
 """Options of a reward that are called as an argument of ours: the reward's own are given to it, others are refused."""
 
 import inspect
+import os
 import sys
 import types
 
@@ -233,3 +234,15 @@ def test_a_child_process_loads_no_code_of_the_working_folder_unless_that_is_allo
             load_placed_reward(name, False, **options)
         load_placed_reward(name, True, **options).close()
     load_placed_reward(f"{tmp_path / 'red_here.py'}:red", False, **options).close()
+
+
+def test_a_run_names_no_environment_of_the_working_folder(tmp_path, monkeypatch):
+    (tmp_path / "red_here.py").write_text(REWARD)
+    monkeypatch.chdir(tmp_path)
+    environment = environment_of_this_python(tmp_path)
+    name = f"{tmp_path / 'red_here.py'}:red"
+    relative = f".{os.sep}{os.path.relpath(environment)}"
+    with pytest.raises(InputError, match="`environment` must be a name, or the absolute path"):
+        load_placed_reward(name, False, environment=relative)
+    load_placed_reward(name, True, environment=relative).close()
+    load_placed_reward(name, False, environment=environment).close()

@@ -29,6 +29,7 @@ from chunk_grpo.planning.disk import check_disk_space
 from chunk_grpo.reporting import reports
 from chunk_grpo.reporting.reports import compare_runs, write_run_report
 from chunk_grpo.runs import launch, run_folder
+from chunk_grpo.training import checkpoints
 from chunk_grpo.training.callbacks import Callback
 
 
@@ -83,6 +84,18 @@ def test_the_disk_has_room_for_the_embeddings_too(settings, tmp_path, monkeypatc
         return
     with pytest.raises(InputError, match=words):
         check_disk_space(settings, tmp_path / "run")
+
+
+def test_embeddings_that_another_run_removes_meanwhile_need_no_space(tmp_path, monkeypatch):
+    monkeypatch.setenv("CHUNK_GRPO_CACHE", str(tmp_path))
+    folder = tmp_path / "embeddings" / "0123"
+    folder.mkdir(parents=True)
+    settings = setting.load_settings("pocket/tiny")
+    _, before = disk.estimate_new_disk_bytes(settings)
+    (folder / "a.safetensors").write_bytes(b"0" * 1000)
+    (folder / "b.safetensors").symlink_to(tmp_path / "removed")  # listed, but no longer there
+    _, after = disk.estimate_new_disk_bytes(settings)
+    assert before - 1200 < after <= before - 1000
 
 
 def test_a_resumed_run_needs_room_only_for_what_it_has_not_written(settings, tmp_path, monkeypatch):
@@ -726,6 +739,32 @@ def test_the_status_of_a_run_that_only_others_may_write_can_be_read(
     assert not run_folder.is_training(out)
     with files.lock_log(out / "train.log"):
         assert run_folder.is_training(out)
+
+
+def test_two_processes_that_ask_at_once_do_not_take_each_other_for_training(settings, tmp_path):
+    out = run_folder.create_run(settings, tmp_path / "run")
+    run_folder.update_run_json(out, status="running")
+    with open(out / "train.log", "rb") as other:
+        assert files.try_lock(other, shared=True)  # as another reader does while it asks
+        assert run_folder.read_run_info(out)["status"] == "interrupted"
+
+
+def test_an_older_run_with_a_setting_without_effect_can_be_resumed(tmp_path):
+    """Training and its checkpoint, as a version wrote them that did not reject `profile_every`."""
+    lists = {"prompts": "pocket:train", "eval_prompts": "pocket:test"}
+    small = {"steps": 5, "images_per_prompt": 2, "prompts_per_iteration": 1, "eval_every": 0}
+    few = {"chunks": "adaptive:2", "iterations": 1, "eval_images": 1, **small, **lists}
+    settings = setting.load_settings("pocket/tiny", few)
+    out = launch.train(settings, tmp_path / "run")
+    old = run_folder.read_run_info(out)["settings"] | {"profile_every": 5}
+    run_folder.update_run_json(out, settings=old)
+    (folder,) = (out / "checkpoints").glob("[0-9]*")
+    manifest = checkpoints.read_manifest(folder) | {"settings": old}
+    manifest["sha256"] = checkpoints._hash_manifest(manifest)
+    files.write_json(folder / "manifest.json", manifest)
+    launch.train(settings.model_copy(update={"iterations": 2}), out, resume=True)
+    assert [line["iteration"] for line in run_folder.read_metrics_lines(out)] == [0, 1, 2]
+    assert run_folder.read_run_info(out)["settings"]["profile_every"] == 0
 
 
 def test_another_number_of_processes_is_warned_of(settings, tmp_path):

@@ -18,6 +18,7 @@ from report_functions import functions_of_report
 from strangers import write_stranger
 
 from chunk_grpo import InputError
+from chunk_grpo.core import settings as setting
 from chunk_grpo.core.files import read_json, write_json
 from chunk_grpo.reporting import figures
 from chunk_grpo.reporting.figures import plot_profile
@@ -178,8 +179,6 @@ def test_links_out_of_a_run_are_refused(stranger, name, read):
 
 
 def test_a_run_of_this_machine_is_known_until_its_rewards_are_changed(tmp_path, monkeypatch):
-    from chunk_grpo.core import settings as setting
-
     monkeypatch.setenv("CHUNK_GRPO_CACHE", str(tmp_path / "cache"))
     run = run_folder.create_run(setting.load_settings("pocket/tiny"), tmp_path / "run")
     shutil.copytree(run, tmp_path / "copy")
@@ -208,6 +207,40 @@ def test_asking_whether_a_run_is_own_writes_no_file(tmp_path, monkeypatch):
     assert run_folder.is_own_run(run)
     lines = (tmp_path / "cache" / "own-runs.txt").read_text().splitlines()
     assert len(lines) == len(set(lines))
+
+
+def test_runs_of_others_who_share_the_cache_are_not_own(tmp_path, monkeypatch):
+    """Neither a line that another user may have written counts, nor is one's own run recorded where others write."""
+    cache, state = tmp_path / "cache", tmp_path / "state"
+    monkeypatch.setenv("CHUNK_GRPO_CACHE", str(cache))
+    monkeypatch.setenv("XDG_STATE_HOME", str(state))
+    theirs = run_folder.create_run(setting.load_settings("pocket/tiny"), tmp_path / "theirs")
+    assert run_folder.is_own_run(theirs)
+    (cache / "own-runs.txt").chmod(0o666)
+    assert not run_folder.is_own_run(theirs)
+    (cache / "own-runs.txt").unlink()
+    cache.chmod(0o777)
+    own = run_folder.create_run(setting.load_settings("pocket/tiny"), tmp_path / "own")
+    assert run_folder.is_own_run(own) and not run_folder.is_own_run(theirs)
+    assert not (cache / "own-runs.txt").exists()
+    assert (state / "chunk_grpo").stat().st_mode & 0o777 == 0o700
+    monkeypatch.setenv("CHUNK_GRPO_CACHE", str(tmp_path / "another"))
+    assert run_folder.is_own_run(own)
+    monkeypatch.setattr(run_folder.os, "getuid", lambda: 12345)  # the other user asks
+    assert not run_folder.is_own_run(own)
+
+
+def test_a_run_that_cannot_be_recorded_is_created_with_a_warning(tmp_path, monkeypatch):
+    monkeypatch.setenv("CHUNK_GRPO_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    (tmp_path / "cache" / "own-runs.txt").mkdir(parents=True)  # cannot be opened, even by root
+    run = run_folder.create_run(setting.load_settings("pocket/tiny"), tmp_path / "run")
+    assert run_folder.is_own_run(run)
+    monkeypatch.setenv("XDG_STATE_HOME", "/dev/null")
+    with pytest.warns(UserWarning, match="could not be recorded as your own.* need --trust"):
+        run = run_folder.create_run(setting.load_settings("pocket/tiny"), tmp_path / "second")
+    assert run_folder.read_run_info(run)["status"] == "created"
+    assert not run_folder.is_own_run(run)
 
 
 SCRIPT = "<script>alert(1)</script>"
@@ -350,3 +383,20 @@ def test_a_run_of_another_version_is_read_and_what_only_that_knew_is_named(tmp_p
     done = call("compare", run, cwd=tmp_path)
     assert done.returncode == 2 and "theirs, made by chunk_grpo 9.9" in done.stderr
     assert "`clip_range`" in done.stderr
+
+
+def test_a_setting_without_effect_of_an_older_run_is_read_as_its_default_with_a_warning(tmp_path):
+    run = synthetic.write(tmp_path / "old")
+    note = read_json(run / "run.json")
+    adaptive = {"chunks": "adaptive:4", "train_chunks": "all"}
+    note["settings"] |= {**adaptive, "profile_every": 5, "anchor_every": 3}
+    write_json(run / "run.json", note)
+    with pytest.raises(InputError, match="`anchor_every` must be 0"):
+        setting.load_settings(note["settings"])
+    with pytest.warns(
+        UserWarning, match="old, made by .*anchor_every 3 as 0, profile_every 5 as 0"
+    ):
+        settings = run_folder.read_run_settings(run)
+    assert (settings.chunks, settings.profile_every, settings.anchor_every) == ("adaptive:4", 0, 0)
+    done = call("compare", run, cwd=tmp_path)
+    assert done.returncode == 0 and done.stderr.count("profile_every 5 as 0") == 1, done.stderr

@@ -123,13 +123,15 @@ def plan(
             inputs.append("eval_prompts")
         run_folder.check_run_inputs(run, run_settings, inputs)
 
+    method = load_method(run_settings)  # rejects the settings that training rejects
+
     # The preset's number of processes, or the fastest number on this machine; one for a named device.
     if processes is None:
         processes = find_preset_processes(source)
         if not processes:
-            processes = 1 if device else choose_processes(run_settings)
+            references = len(method.reference_decays)
+            processes = 1 if device else choose_processes(run_settings, None, references)
 
-    method = load_method(run_settings)  # rejects the settings that training rejects
     config = find_model_config(run_settings.model, run_settings.family)
     if config is not None:
         method = load_method(fit_update_batch(config, run_settings))
@@ -143,7 +145,9 @@ def plan(
     estimated = "estimated, not measured"
     if not speed and config is not None:
         estimated += ", but for this machine's matrix rate"
-        speed = measure_matmul_rate(run_settings.dtype)
+        speed = measure_matmul_rate(
+            run_settings.dtype, device="cpu" if run_settings.device == "cpu" else None
+        )
     speed = speed or 1.0
 
     tables = {

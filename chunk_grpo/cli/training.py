@@ -141,6 +141,7 @@ def train(
     from chunk_grpo.planning.processes import choose_processes
     from chunk_grpo.runs import launch, run_folder
     from chunk_grpo.runs.processes import default_sampling_processes
+    from chunk_grpo.training.method_loading import load_method
 
     # Without --out the run folder is named after the preset or the settings file.
     if Path(source).suffix in (".yaml", ".yml"):
@@ -157,7 +158,8 @@ def train(
         if resume and run_folder.holds_run(folder):
             processes = default_sampling_processes(folder)
         else:
-            processes = choose_processes(run_settings, source)
+            references = len(load_method(run_settings).reference_decays)
+            processes = choose_processes(run_settings, source, references)
     processes = 1 if processes is None else processes
     is_single_process = processes * nodes == 1
 

@@ -113,13 +113,16 @@ def remove_abandoned(
                 entry.unlink(missing_ok=True)
 
 
-def try_lock(handle: IO) -> bool:
+def try_lock(
+    handle: IO,  # an open file
+    shared: bool = False,  # True: a lock that several processes can hold at once, if nobody holds one of the other kind
+) -> bool:
     """Lock an open file without waiting; return True, or False if another process holds the lock.
 
     The lock is released when this process and its child processes have closed the file.
     """
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(handle, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     return True

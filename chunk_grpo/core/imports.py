@@ -7,6 +7,7 @@ __all__ = ['module_search_path', 'import_callable']
 
 # %% ../../nbs/02_core/05_imports.ipynb #cec60683
 import contextlib
+import hashlib
 import importlib
 import importlib.util
 import os
@@ -69,8 +70,10 @@ def import_callable(
     try:
         with module_search_path(allow_working_folder):
             if is_file:
+                # Files of the same name in several folders are different modules.
+                place = hashlib.sha256(os.path.realpath(module_name).encode()).hexdigest()[:12]
                 spec: Any = importlib.util.spec_from_file_location(
-                    f"{Path(module_name).stem}_of_{field}", module_name
+                    f"{Path(module_name).stem}_of_{field}_{place}", module_name
                 )
                 module = importlib.util.module_from_spec(spec)
                 loaded_name = spec.name

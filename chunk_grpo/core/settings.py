@@ -7,8 +7,8 @@ __all__ = ['OURS', 'REWARD_LOADERS', 'EMBEDDING_REWARDS', 'EXTERNAL_REWARD_OPTIO
            'METHODS', 'RESUME_CHANGEABLE_FIELDS', 'image_size', 'training_sizes', 'format_resolution', 'reward_weights',
            'evaluated_rewards', 'guidance_scales', 'uses_true_cfg', 'embedding_reward', 'named_code',
            'resolve_code_files', 'lr_schedule', 'method_label', 'Settings', 'list_presets', 'find_settings_file',
-           'read_settings_file', 'load_settings', 'dump_settings', 'diff_settings', 'check_resume', 'settings_table',
-           'check_processes']
+           'read_settings_file', 'load_settings', 'load_recorded_settings', 'dump_settings', 'diff_settings',
+           'check_resume', 'settings_table', 'check_processes']
 
 # %% ../../nbs/02_core/04_settings.ipynb #77c2ca98
 import difflib
@@ -817,16 +817,38 @@ class _RewardSettings(BaseModel):
     )
 
 # %% ../../nbs/02_core/04_settings.ipynb #1df1eaa6
+class _SettingWithoutEffect(InputError):
+    """A setting has another value than its default although it has no effect with the other settings."""
+
+    name: str = ""  # of the setting
+    expected: Any = None  # the value that it must have
+
+
+def _without_effect(
+    message: str,  # one sentence for the user
+    name: str,  # the setting that has no effect
+    expected: Any,  # the value that it must have
+) -> _SettingWithoutEffect:
+    """Make the error for a setting that has no effect."""
+    error = _SettingWithoutEffect(message)
+    error.name, error.expected = name, expected
+    return error
+
+
 def _require(
     settings: "Settings",  # the settings that must satisfy the rule
     name: str,  # the setting that the rule is about
     condition: object,  # true if the rule holds
     requirement: str,  # what the setting must do; continues the sentence "`name` must ..."
     value: str = "",  # the value that the sentence shows; empty: the value of the setting
+    without_effect: bool = False,  # True: the rule requires the default, because other values have no effect
 ) -> None:
     """Raise InputError "`name` must `requirement`; got `value`" unless the condition is true."""
     if not condition:
-        raise InputError(f"`{name}` must {requirement}; got {value or getattr(settings, name)}")
+        message = f"`{name}` must {requirement}; got {value or getattr(settings, name)}"
+        if without_effect:
+            raise _without_effect(message, name, Settings.model_fields[name].default)
+        raise InputError(message)
 
 
 def _quote_with_suggestion(
@@ -1067,8 +1089,10 @@ def _check_settings_without_effect(
         value = getattr(settings, name)
         if name in chosen and value not in (default, preset.get(name)):
             effective_value = preset.get(name, default)
-            raise InputError(
-                f"`{name}` must stay {format_value(effective_value)} {reason}; got {format_value(value)}"
+            raise _without_effect(
+                f"`{name}` must stay {format_value(effective_value)} {reason}; got {format_value(value)}",
+                name,
+                effective_value,
             )
 
 
@@ -1100,6 +1124,7 @@ def _check_learning_rates(settings: "Settings") -> None:
             "lr_iterations",
             not settings.lr_iterations,
             "be 0 if `lr_scheduler` is constant, which has no end",
+            without_effect=True,
         )
         return
     _require(
@@ -1183,6 +1208,7 @@ def _check_combinations(settings: "Settings") -> None:
         not settings.negative_prompt or uses_true_cfg(settings),
         "be empty without classifier-free guidance (`true_cfg_scale` and `eval_true_cfg_scale` 1)",
         value=repr(settings.negative_prompt[:80]),
+        without_effect=True,
     )
     if len(training_sizes(settings)) > 1:
         one_size = "with several sizes in `resolution`"
@@ -1233,6 +1259,7 @@ def _check_combinations(settings: "Settings") -> None:
         "anchor_every",
         not settings.anchor_every or settings.kl,
         "be 0 without a KL term (`kl` 0)",
+        without_effect=True,
     )
     _require(
         settings,
@@ -1253,6 +1280,7 @@ def _check_combinations(settings: "Settings") -> None:
         "lora_alpha",
         settings.lora_rank or not settings.lora_alpha,
         "be 0 without an adapter (`lora_rank` 0)",
+        without_effect=True,
     )
     _require(
         settings,
@@ -1260,6 +1288,7 @@ def _check_combinations(settings: "Settings") -> None:
         settings.lora_rank or not settings.lora_targets,
         "be empty without an adapter (`lora_rank` 0)",
         value=", ".join(settings.lora_targets)[:80],
+        without_effect=True,
     )
     _require(
         settings,
@@ -1280,6 +1309,7 @@ def _check_combinations(settings: "Settings") -> None:
         "anchor_share",
         settings.anchor_share == 1 or settings.kl,
         "be 1 without a KL term (`kl` 0)",
+        without_effect=True,
     )
     _require(
         settings,
@@ -1294,12 +1324,14 @@ def _check_combinations(settings: "Settings") -> None:
         "noise_spread",
         settings.shared_noise or not settings.noise_spread,
         "be 0 without a shared noise (`shared_noise` false)",
+        without_effect=True,
     )
     _require(
         settings,
         "completion_steps",
         "gain" in settings.credit_of or not settings.completion_steps,
         "be 0 unless `credit_of` is gain or all-gains",
+        without_effect=True,
     )
     if settings.chunk_weighting == "uniform":
         for name in ("weighting_uniform", "weighting_anneal", "weighting_temperature"):
@@ -1311,6 +1343,7 @@ def _check_combinations(settings: "Settings") -> None:
                 value == default,
                 f"stay {default:g} unless `chunk_weighting` is dynamics or profile",
                 value=f"{value:g}",
+                without_effect=True,
             )
 
 # %% ../../nbs/02_core/04_settings.ipynb #097b4249
@@ -1431,6 +1464,7 @@ def _check_method(settings: "Settings") -> None:
         # A class that overrides `chunks` gets the profile even if the setting is adaptive.
         or (settings.chunk_rule.kind == "adaptive" and ":" in settings.method),
         "be 0 unless `chunks` or `chunk_weighting` depend on the profile",
+        without_effect=True,
     )
 
     # The ODE that completes an image after the window.
@@ -1451,6 +1485,7 @@ def _check_method(settings: "Settings") -> None:
         "completion_strides",
         strides == [1] or has_window,
         "be 1 unless a `window` is followed by the ODE and `credit_of` is image",
+        without_effect=True,
     )
     _check_merge(settings)
 
@@ -1461,6 +1496,7 @@ def _check_method(settings: "Settings") -> None:
         settings.chunk_weighting == "uniform" or not _are_all_chunks_trained(settings),
         "be uniform if every chunk of an image is trained, because none is sampled",
         value=repr(settings.chunk_weighting),
+        without_effect=True,
     )
     if settings.surrogate not in named_code(settings):
         surrogates.Surrogate.parse(settings.surrogate, settings.clip_range)
@@ -1505,6 +1541,16 @@ def method_label(settings: Any) -> str:  # "steps", "chunk", "chunk+ws", "nft", 
     return "chunk" if settings.chunk_weighting == "uniform" else "chunk+ws"
 
 
+def _as_input_error(
+    error: ValidationError,
+) -> InputError:  # error: raised by pydantic for `Settings`
+    """Return the error for the user: a `_SettingWithoutEffect` as it was raised, and anything else in one sentence."""
+    cause = error.errors()[0].get("ctx", {}).get("error")
+    if isinstance(cause, _SettingWithoutEffect):
+        return cause
+    return InputError(validation_message(error, Settings))
+
+
 class Settings(_RewardSettings, _OptimizerSettings, _ChunkSettings, _SamplingSettings):
     """The settings of a run: everything needed to repeat it, checked and unchangeable."""
 
@@ -1521,7 +1567,7 @@ class Settings(_RewardSettings, _OptimizerSettings, _ChunkSettings, _SamplingSet
         try:
             super().__init__(**values)
         except ValidationError as error:
-            raise InputError(validation_message(error, type(self))) from None
+            raise _as_input_error(error) from None
 
     @property
     def transitions(self) -> int:
@@ -1818,9 +1864,29 @@ def load_settings(
         values = _split_method_options(_split_reward_options(_expand_method_preset(values)))
         settings = Settings.model_validate(values)
     except ValidationError as error:
-        raise InputError(validation_message(error, Settings)) from None
+        raise _as_input_error(error) from None
     _check_settings_without_effect(settings, chosen, preset)
     return settings
+
+
+def load_recorded_settings(
+    values: Mapping,  # setting -> value, as a run recorded them
+) -> tuple[Settings, dict]:  # the settings; name -> recorded value of each setting that was reset
+    """Load the settings of a run, which an older version may have checked by fewer rules.
+
+    A setting that has no effect in the run, and that this version therefore rejects, is reset to the value that it must
+    have. Raises InputError as `load_settings` does for everything else.
+    """
+    values = dict(values)
+    reset = {}
+    while True:
+        try:
+            return load_settings(values), reset
+        except _SettingWithoutEffect as error:
+            if error.name in reset:  # resetting it once more would not help
+                raise
+            reset[error.name] = values.get(error.name)
+            values[error.name] = error.expected
 
 # %% ../../nbs/02_core/04_settings.ipynb #468fdfef
 RESUME_CHANGEABLE_FIELDS = (

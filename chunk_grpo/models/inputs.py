@@ -1590,12 +1590,21 @@ def _read_run_list(
     return read_run_prompts(settings, field), negatives
 
 
+def _resolve_prompt_list(source: str) -> tuple[str, str]:  # source: as for `read_prompts`
+    """Return the absolute path of a list of prompts, without links, and its column; a name that is no path stays as it is."""
+    path, column = split_prompt_column(source)
+    is_file = not path.startswith("pocket:") and is_prompt_list(path)
+    return os.path.realpath(path) if is_file else path, column
+
+
 def _uses_negative_prompts(
     settings: Any,  # of a run or of an evaluation
     field: str,  # the setting that names the list: prompts or eval_prompts
 ) -> bool:
     """Return True if the negative prompts in a run's list are used in training or evaluation."""
-    is_training_list = field == "prompts" and settings.prompts != settings.eval_prompts
+    is_training_list = field == "prompts" and (
+        _resolve_prompt_list(settings.prompts) != _resolve_prompt_list(settings.eval_prompts)
+    )
     (_, training_scale), _ = guidance_scales(settings)
     # An evaluation also samples as in training, so the guidance of either phase uses the negative prompts of its list.
     return training_scale > 1 if is_training_list else uses_true_cfg(settings)
@@ -1607,19 +1616,25 @@ def read_run_negative_prompts(
 ) -> dict[str, str]:  # prompt -> negative prompt
     """Read the negative prompts in the records of all of a run's lists, keyed by prompt.
 
-    Raises InputError if a record has one but the run has no classifier-free guidance, if records of training prompts have
-    one but only evaluation has guidance and reads another list, or if the lists have different negative prompts for the
-    same prompt.
+    Raises InputError if a record has one but the run has no classifier-free guidance, or if the lists have different
+    negative prompts for the same prompt. If only evaluation has guidance and reads another list, those of the training
+    prompts are left out, and the error is raised unless the evaluation prompts have the same ones.
     """
+    lists = {field: _read_run_list(settings, field) for field in fields}
     negatives: dict[str, str] = {}
-    for field in fields:
+    for field, (prompts, list_negatives) in lists.items():
         source = getattr(settings, field)
-        prompts, list_negatives = _read_run_list(settings, field)
-        if list_negatives and not _uses_negative_prompts(settings, field):
-            raise InputError(
-                f"{field}: records of {source} have a negative prompt, which only classifier-free guidance uses; set "
-                f"`true_cfg_scale` above 1, or remove the field"
-            )
+        if not _uses_negative_prompts(settings, field):
+            unused = list_negatives
+            if uses_true_cfg(settings):  # only the evaluation prompts are guided
+                _, evaluated = lists.get("eval_prompts", ([], list_negatives))
+                unused = {p: text for p, text in unused.items() if evaluated.get(p) != text}
+            if unused:
+                raise InputError(
+                    f"{field}: records of {source} have a negative prompt, which only classifier-free guidance uses; set "
+                    f"`true_cfg_scale` above 1, or remove the field"
+                )
+            continue
         for prompt in prompts:
             negative = list_negatives.get(prompt, "")
             if negatives.setdefault(prompt, negative) != negative:

@@ -399,7 +399,10 @@ def _hash_family_code(
         if not file or not Path(file).is_file():
             digest.update(uuid.uuid4().bytes)
             continue
-        files = code_files(f"{file}:{part.__name__}").values()
+        # Only the name of a module tells in which package its relative imports are looked up.
+        files = code_files(f"{part.__module__}:{part.__name__}").values()
+        if Path(file).resolve() not in files:  # the name leads elsewhere, as that of a script does
+            files = code_files(f"{file}:{part.__name__}").values()
         digest.update("".join(sorted(map(sha256_of, files))).encode())
     return digest.hexdigest() if own_classes else ""
 

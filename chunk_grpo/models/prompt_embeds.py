@@ -17,6 +17,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from stat import S_IMODE
 from typing import Any
 
 import torch
@@ -72,6 +73,15 @@ def _make_label(
     }
 
 
+def _make_embeds_folder(folder: Path) -> None:
+    """Create the folder for the embeddings of a key, with the permissions of the cache, in which several users may write."""
+    for path in (folder.parent, folder):
+        if not path.exists():
+            path.mkdir(parents=True, exist_ok=True)
+            with contextlib.suppress(OSError):  # another user has just created it
+                path.chmod(S_IMODE(path.parent.stat().st_mode))
+
+
 def _save_prompt_embeds(
     path: Path,  # of the file; its folder is created
     row: dict[str, Tensor],  # the prompt's tensors, keyed by name
@@ -80,18 +90,25 @@ def _save_prompt_embeds(
 ) -> None:
     """Write the embeddings of a prompt to a safetensors file.
 
-    The file gets its name only once it is complete, so other processes see the whole file or none.
+    The file gets its name only once it is complete, so other processes see the whole file or none. Raises InputError if it
+    cannot be written.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
     # A unique name, because other hosts may write the same prompt at the same time.
     temporary = path.with_suffix(f".{uuid.uuid4().hex}.part")
     try:
+        _make_embeds_folder(path.parent)
         save_file(row, temporary, metadata=_make_label(row, prompt, key))
         # safetensors makes a file that only its owner can read, but users may share a cache.
         temporary.chmod(path.parent.stat().st_mode & 0o666)
         os.replace(temporary, path)
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise InputError(
+            f"the environment variable CHUNK_GRPO_CACHE must name a folder that can be written to; {path.parent}: {reason}"
+        ) from None
     finally:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            temporary.unlink()
 
 # %% ../../nbs/03_models/01_prompt_embeds.ipynb #11fbaa42
 def _read_prompt_embeds(
@@ -217,8 +234,9 @@ def trim_prompt_cache(
 ) -> int:
     """Remove the least recently used embeddings until the rest fits the limit, and return how many files were removed.
 
-    Files that were used within the last week stay, and so do files of other users that this one may not remove. Unfinished
-    files of killed processes are removed too, but not counted.
+    Files that were used within the last week stay, and so do files of other users that this one may not remove. A use by
+    somebody who may only read the cache is not noticed. Unfinished files of killed processes are removed too, but not
+    counted.
     """
     limit = _prompt_cache_limit() if gigabytes is None else gigabytes
     folder = prompt_cache_folder() / "embeddings"

@@ -122,10 +122,8 @@ def estimate_new_disk_bytes(
     encoded = sampled + held_out
     encoded += _count_negative_prompts(settings, config, encoded)
     needed = encoded * prompt_embeds_bytes(config, settings)
-    stored = sum(
-        file.stat().st_size
-        for file in (prompt_cache_folder() / "embeddings").glob("*/*.safetensors")
-    )
+    # Another run may trim the store at the same time.
+    stored = _folder_bytes(prompt_cache_folder() / "embeddings")
     return sum(folder_bytes), max(0, needed - stored)
 
 

@@ -109,6 +109,7 @@ _PROCESS_BYTES = 1_000_000_000
 def choose_processes(
     settings: Settings,
     source: str | None = None,  # preset or file from which the settings come; None: neither
+    reference_weights: int = 0,  # copies of the trained weights that the method keeps as references
 ) -> int:
     """Return the number of processes with which a run is expected to be fastest on this machine.
 
@@ -135,6 +136,6 @@ def choose_processes(
     config = find_model_config(settings.model, settings.family) if is_worthwhile else None
     if config is None:
         return 1
-    memory = training_memory(fit_update_batch(config, settings), config, most)
+    memory = training_memory(fit_update_batch(config, settings), config, most, reference_weights)
     process_bytes = sum(memory.values()) + _PROCESS_BYTES
     return most if most * process_bytes <= info["memory_gb"] * 1e9 / 2 else 1

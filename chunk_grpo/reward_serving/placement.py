@@ -566,6 +566,13 @@ def load_placed_reward(
             "`reward` must be package.module:name or file.py:name, with the absolute path of the file if a run names it; "
             f"got {name[:80]!r}"
         )
+    environment = location["environment"]
+    if isinstance(environment, str) and os.sep in environment and not allow_working_folder:
+        if not Path(environment).expanduser().is_absolute():
+            raise InputError(
+                "`environment` must be a name, or the absolute path of a folder or a file if a run names it; got "
+                f"{environment[:80]!r}"
+            )
     if not location_options:
         return rewards.load_reward_with_options(name, allow_working_folder, options)
 
@@ -579,7 +586,6 @@ def load_placed_reward(
     # Otherwise the reward runs in a child process, with this Python or another.
     worker_options = {key: options.pop(key) for key in WorkerOptions.model_fields if key in options}
     loader = name
-    environment = location["environment"]
     if backend == "package":
         _check_package_options(options)
         loader = f"{ENVIRONMENTS_DIR / 'hpsv3_package.py'}:load_hpsv3_package"

@@ -9,11 +9,13 @@ __all__ = ['file_of_run', 'find_run', 'is_training', 'read_run_info', 'update_ru
            'record_own_run', 'check_trust', 'check_run_inputs', 'has_final_weights', 'holds_run', 'create_run']
 
 # %% ../../nbs/09_runs/00_run_folder.ipynb #9918e5c8
+import contextlib
 import hashlib
 import itertools
 import json
 import os
 import re
+import stat
 import uuid
 import warnings
 from collections.abc import Collection, Sequence
@@ -53,10 +55,11 @@ from chunk_grpo.core.settings import (
     Settings,
     check_processes,
     check_resume,
-    load_settings,
+    load_recorded_settings,
     named_code,
     reward_weights,
 )
+from ..core.validation import format_value
 from chunk_grpo.core.user_code import (
     changed_code,
     check_reward_code,
@@ -67,6 +70,8 @@ from chunk_grpo.core.user_code import (
     copy_code,
     find_code,
     assign_copy_paths,
+    unrecorded_settings,
+    warn_of_unrecorded_code,
 )
 from chunk_grpo.models.inputs import (
     make_inputs_absolute,
@@ -100,13 +105,10 @@ def is_training(run: Path | str) -> bool:
     log = file_of_run(run, "train.log")
     if not log.is_file():
         return False
-    try:
-        handle = open(log, "ab")
-    except OSError:  # the disk is read-only, or the run another user's
-        handle = open(log, "rb")
-    # A training process holds the lock on its log until it ends.
-    with handle:
-        return not try_lock(handle)
+    # A training process holds the lock on its log until it ends. A shared lock also works on a disk that this user may
+    # only read, and several processes can ask at once.
+    with open(log, "rb") as handle:
+        return not try_lock(handle, shared=True)
 
 # %% ../../nbs/09_runs/00_run_folder.ipynb #cff33988
 def read_run_info(
@@ -144,7 +146,8 @@ def read_run_settings(
 ) -> Settings:
     """Read the settings of a run from its run.json.
 
-    Raises InputError if the folder holds no run or the settings are not valid.
+    A setting that has no effect, which only older versions allow, is reset with a warning. Raises InputError if the folder
+    holds no run or the settings are not valid.
     """
     run_info = read_json(find_run(run) / "run.json", RunInfo, ("settings",))
     # Without a recorded version, unknown settings mean that the file is damaged.
@@ -165,11 +168,22 @@ def read_run_settings(
             stacklevel=1,
         )
     try:
-        return load_settings(values)
+        settings, reset = load_recorded_settings(values)
     except InputError as error:
         raise InputError(
             f"the settings of the run {run_description}, cannot be used: {error}"
         ) from None
+    if reset:
+        changes = [
+            f"{name} {format_value(value)} as {format_value(getattr(settings, name))}"
+            for name, value in reset.items()
+        ]
+        warnings.warn(
+            f"version {__version__} reads settings of the run {run_description}, that have no effect in it by their "
+            f"defaults: {', '.join(changes):.200}",
+            stacklevel=1,
+        )
+    return settings
 
 
 def read_metrics_lines(run: str | Path) -> list[dict]:
@@ -256,6 +270,11 @@ def check_new_folder(
     check_writable(out)
 
 # %% ../../nbs/09_runs/00_run_folder.ipynb #aea5d2a6
+def _recorded_code(run: str | Path) -> dict[str, dict[str, str]]:  # empty if the run recorded none
+    """Read the code files that a run began with, as `find_code` returned them; raise InputError if run.json is damaged."""
+    return read_json(find_run(run) / "run.json", RunInfo).get("code", {})
+
+
 def _hash_current_code(
     run: str | Path,  # the run folder
 ) -> dict:  # hashes, keyed as in `find_code`, and folders, keyed by "environment: REWARD"
@@ -269,9 +288,14 @@ def _hash_current_code(
         warnings.simplefilter("ignore")
         try:
             settings = read_run_settings(run)
+            recorded_code = _recorded_code(run)
         except InputError:
             return {}
-    code: dict = dict.fromkeys(code_keys(settings), "not found") | code_hashes(settings)
+    keys = code_keys(settings)
+    unrecorded = unrecorded_settings(recorded_code, keys)
+    code: dict = dict.fromkeys(keys, "not found") | code_hashes(settings)
+    # The records of own runs of older versions do not contain this code either.
+    code = {key: value for key, value in code.items() if key.partition(": ")[0] not in unrecorded}
     for name, options in settings.reward_options.items():
         environment = options.get("environment")
         if not isinstance(environment, str) or os.sep not in environment:
@@ -314,16 +338,43 @@ def _identifying_lines(run: str | Path) -> list[str]:
     return lines
 
 
+def _own_run_lists() -> list[Path]:
+    """Return the paths at which the list of this user's own runs may be, the preferred one first.
+
+    They are in the prompt cache, and in $XDG_STATE_HOME or ~/.local/state for a cache that others may write to.
+    """
+    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    return [
+        folder / "own-runs.txt" for folder in (prompt_cache_folder(), Path(state) / "chunk_grpo")
+    ]
+
+
+def _is_private(
+    path: Path,  # a file or a folder
+) -> bool:
+    """Return True if the path exists, belongs to this user, and no other user may write to it."""
+    try:
+        status = path.stat()
+    except OSError:
+        return False
+    # Many systems give every user a group of their own with the user's number.
+    is_shared_group = status.st_mode & stat.S_IWGRP and status.st_gid != status.st_uid
+    others_may_write = is_shared_group or status.st_mode & stat.S_IWOTH
+    return status.st_uid == os.getuid() and not others_may_write
+
+
 def run_origin(run: str | Path) -> str:
     """Return "own" if this user created a run on this machine, and "edited" or "foreign" otherwise.
 
     An "own" run has the same rewards, prompts, model and code as when it was created. An "edited" run was created here
     and names the same code, but the content of that code has changed. Any other run is "foreign".
     """
-    file = prompt_cache_folder() / "own-runs.txt"
     recorded_lines = []
-    if file.is_file():
-        recorded_lines = file.read_text(errors="replace").splitlines()
+    for file in _own_run_lists():
+        # In a list that others may write to, their runs would count as this user's.
+        if _is_private(file):
+            with contextlib.suppress(OSError):
+                recorded_lines += file.read_text(errors="replace").splitlines()
     lines = _identifying_lines(run)
     if lines[-1] in recorded_lines:
         return "own"
@@ -338,13 +389,28 @@ def is_own_run(run: str | Path) -> bool:
 
 
 def record_own_run(run: str | Path) -> None:
-    """Record that this user created a run on this machine, unless it is recorded already."""
+    """Record that this user created a run on this machine, unless it is recorded already.
+
+    The list is a file in the prompt cache, or in the user's state folder if others may write to the cache. Warns if
+    neither can be written.
+    """
     if is_own_run(run):
         return
-    file = prompt_cache_folder() / "own-runs.txt"
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with open(file, "a", encoding="utf-8") as handle:
-        handle.writelines(f"{line}\n" for line in _identifying_lines(run))
+    text = "".join(f"{line}\n" for line in _identifying_lines(run))
+    for file in _own_run_lists():
+        with contextlib.suppress(OSError):
+            file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if _is_private(file.parent):
+                file.touch(mode=0o600)
+                if _is_private(file):
+                    with open(file, "a", encoding="utf-8") as handle:
+                        handle.write(text)
+                    return
+    warnings.warn(
+        f"the run {run} could not be recorded as your own, because neither {' nor '.join(map(str, _own_run_lists()))} "
+        "can be written by you alone; commands that load its code will need --trust",
+        stacklevel=1,
+    )
 
 # %% ../../nbs/09_runs/00_run_folder.ipynb #trust-code
 def check_trust(
@@ -371,6 +437,8 @@ def check_trust(
     settings = read_run_settings(run)
     origin = run_origin(run)
     if origin == "own":
+        unrecorded = unrecorded_settings(_recorded_code(run), code_keys(settings))
+        warn_of_unrecorded_code(unrecorded)
         return
     if origin == "edited":  # created here, but its code has changed since
         if not trust:
@@ -522,7 +590,7 @@ def create_run(
         """Return run.json of the run to resume, and whether nothing is left to train."""
         required = ("settings", "status", "model_sha256", "prompts_sha256")
         run_info = read_json(out / "run.json", RunInfo, required)
-        previous_settings = load_settings(run_info["settings"])
+        previous_settings, _ = load_recorded_settings(run_info["settings"])
         check_resume(make_inputs_absolute(previous_settings), settings)
         done = (
             run_info["status"] == "finished"

@@ -35,7 +35,7 @@ from chunk_grpo.core.files import (
     sha256_of,
     temporary_path,
 )
-from ..core.settings import check_resume, load_settings
+from ..core.settings import check_resume, load_recorded_settings
 
 # %% ../../nbs/07_training/14_checkpoints.ipynb #6d61a375
 def flatten_optimizer(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -257,8 +257,8 @@ def verify_checkpoint(
         raise InputError(f"resume: the checkpoint {folder} was written by another run.")
     try:
         check_resume(
-            load_settings(manifest.get("settings") or {}),
-            load_settings(identity.get("settings") or {}),
+            load_recorded_settings(manifest.get("settings") or {})[0],
+            load_recorded_settings(identity.get("settings") or {})[0],
         )
     except InputError as error:
         raise InputError(
