@@ -230,11 +230,15 @@ def _draw_gains(
             axis.annotate("", end, start, arrowprops=style)
 
 
-def _legend_handles() -> list[Line2D]:
-    """Return one entry per family, with its colour, and one per role, with its marker."""
+def _legend_handles(
+    arms: Sequence[str],  # arms in the figure
+) -> list[Line2D]:
+    """Return one entry per family of the arms, with its colour, and one per role, with its marker."""
+    families = {family_of(arm) for arm in arms}
     handles = []
     for family, colour in _COLOURS.items():
-        handles.append(Line2D([], [], color=colour, linewidth=4, label=family))
+        if family in families:
+            handles.append(Line2D([], [], color=colour, linewidth=4, label=family))
     for role, marker in _MARKERS.items():
         handles.append(Line2D([], [], color="black", marker=marker, linewidth=0, label=role))
     return handles
@@ -253,12 +257,15 @@ def plot_gains_by_cost(
     figure, axes = create_subplots(columns, panel_rows, size=size)
     for panel in axes.flat[len(studies) :]:
         panel.set_visible(False)
+    drawn = []
     for axis, study in zip(axes.flat, studies, strict=False):
-        _draw_gains(axis, gains_and_costs(study, reward), cost)
+        table = gains_and_costs(study, reward)
+        drawn += [*table.index]
+        _draw_gains(axis, table, cost)
         axis.set_title(WORLDS[study])
         axis.set_ylabel(f"gain in {reward or load_study(study).outcome}")
         axis.set_xlabel(_COST_LABELS[cost])
-    figure.legend(handles=_legend_handles(), loc="outside lower center", ncols=5, fontsize=8)
+    figure.legend(handles=_legend_handles(drawn), loc="outside lower center", ncols=5, fontsize=8)
     return figure
 
 
@@ -304,7 +311,9 @@ def plot_matrix(
         _draw_gains(panels[cost], table, cost)
         panels[cost].set_xlabel(label)
         panels[cost].set_ylabel("gain")
-    figure.legend(handles=_legend_handles(), loc="outside lower center", ncols=5, fontsize=8)
+    figure.legend(
+        handles=_legend_handles(table.index), loc="outside lower center", ncols=5, fontsize=8
+    )
     return figure
 
 

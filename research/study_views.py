@@ -9,9 +9,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from chunk_grpo import InputError
-from chunk_grpo.core.statistics import t_intervals
+from chunk_grpo.core.statistics import claim_verdict, t_intervals
 from chunk_grpo.reporting.figures import create_subplots, with_house_style
-from chunk_grpo.reporting.tables import format_number, rows_to_html
+from chunk_grpo.reporting.tables import format_small_number, rows_to_html
 from chunk_grpo.studies.analysis import (
     arms_with_runs,
     contrast_table,
@@ -193,24 +193,29 @@ def differences_table(
     contrasts: Mapping[str, Sequence[Sequence[str]]],  # family -> pairs of arms: first minus second
     reward: str,  # name of a reward that was evaluated
     families: Sequence[str] = (),  # families to show; empty: all
+    # smallest effect of interest, in units of the reward; None: the table has no verdicts
+    smallest: float | None = None,
 ) -> str:  # HTML
     """Return a table of the differences of pairs of arms, with Holm's correction within each family.
 
     Pairs without runs are left out of the table, but Holm's correction counts the pairs that have runs in their whole
-    family.
+    family. A verdict is that on the claim that the first arm of a pair gains more, see `claim_verdict`.
     """
     found = contrast_table(rows, contrasts, reward).dropna(subset=["mean"])
-    lines = [
-        {
+    lines = []
+    for _, row in found.iterrows():
+        if families and row.family not in families:
+            continue
+        line = {
             "family": row.family,
             "pair": f"{row.arm} minus {row.reference}",
             "seeds": int(row.n),
             "difference": format_difference(row),
-            "p (Holm)": format_number(row.holm),
+            "p (Holm)": format_small_number(row.holm),
         }
-        for _, row in found.iterrows()
-        if not families or row.family in families
-    ]
+        if smallest is not None:
+            line["first gains more"] = claim_verdict(row, "above", smallest, row.holm)
+        lines.append(line)
     return rows_to_html(lines, ("seeds",))
 
 
