@@ -418,6 +418,29 @@ def read_diversity(
     return pd.DataFrame(values, columns=columns)
 
 
+def _label_beside(
+    axis: Axes,  # panel whose points are drawn already
+    x: pd.Series,  # keyed by label
+    y: pd.Series,  # keyed by label
+) -> None:
+    """Write the label of each point to the right of all points, in the order of y, with a thin line to the point."""
+    low, high = axis.get_ylim()
+    labels = y.sort_values().index
+    heights = np.linspace(low, high, len(labels) + 4)[2:-2]
+    right = x.max() + 0.08 * np.ptp(x)
+    for label, height in zip(labels, heights, strict=True):
+        line = {"arrowstyle": "-", "color": "#999999", "lw": 0.5, "shrinkB": 3}
+        axis.annotate(
+            label,
+            (x[label], y[label]),
+            (right, height),
+            fontsize=7,
+            va="center",
+            arrowprops=line,
+        )
+    axis.set_xlim(right=right + 0.35 * np.ptp(x))
+
+
 @with_house_style
 def plot_diversity(
     study: str,  # name of a study with rows and diversities
@@ -432,16 +455,17 @@ def plot_diversity(
     figure, axes = create_subplots(2, size=(9.5, 3.8))
     for number, (column, title) in enumerate(panels.items()):
         axis = axes[0, number]
-        for arm in gains.index.intersection(found.index):
+        arms = gains.index.intersection(found.index)
+        for arm in arms:
             place = (gains["mean"][arm], found[column][arm])
             axis.plot(*place, _MARKERS[role_of(arm)], color=_COLOURS[family_of(arm)], markersize=6)
-            axis.annotate(arm, place, textcoords="offset points", xytext=(5, 3), fontsize=7)
         for style, (label, heights) in zip(("--", ":"), references.items(), strict=False):
             axis.axhline(heights[number], color="#555555", lw=1, ls=style, label=label)
+        _label_beside(axis, gains["mean"][arms], found[column][arms])
         axis.set_title(title)
         axis.set_xlabel(f"gain in {load_study(study).outcome}")
         axis.set_ylabel("diversity after training")
-    axes[0, 0].legend(frameon=False, fontsize=8)
+    axes[0, 0].legend(frameon=False, fontsize=8, loc="center left")
     return figure
 
 
