@@ -318,14 +318,16 @@ def plot_matrix(
 
 
 @with_house_style
-def plot_summary() -> Figure:
+def plot_summary(
+    size: tuple[float, float] = (7.0, 4.7),  # width and height, inches
+) -> Figure:
     """Draw the gains of all methods for the README: sorted with their names, and against forward passes.
 
     The text is large enough for a phone. Colours are families and markers are roles, as in `plot_matrix`.
     """
     table = gains_of_first_world().sort_values("mean")
     with mpl.rc_context({"font.size": 11, "axes.titlesize": 11.5, "axes.titleweight": "bold"}):
-        figure = Figure(figsize=(7.0, 1.6 + 0.22 * len(table)), layout="constrained")
+        figure = Figure(figsize=size, layout="constrained")
         names, costs = figure.subplots(1, 2)
         colours = [_COLOURS[family] for family in table.family]
         _draw_names(names, table, list(table.index), colours)

@@ -30,7 +30,8 @@ import readme  # noqa: E402
 
 def test_the_readmes_pictures_are_figures_that_the_book_keeps():
     pictures = readme.pictures()
-    assert {file.name for file in pictures} == {"steps_and_chunks.png", "wrong_to_right.png"}
+    names = {"steps_and_chunks.png", "wrong_to_right.png", "methods.png"}
+    assert {file.name for file in pictures} == names
     assert not [file.name for file, content in pictures.items() if file.read_bytes() != content], (
         "run `make prepare`"
     )
@@ -40,7 +41,7 @@ def test_pictures_can_be_read_on_a_phone_and_are_sharp_on_a_wide_screen():
     """Figures are 7 inches wide, so 11 points are 8.5 px on a screen of 390 px, and no text is smaller."""
     for file in readme.pictures():
         assert Image.open(file).width >= 2 * 830, "a README column is 830 px wide"
-    for page in ("findings/confirmation", "12_reporting/00_figures"):
+    for page in ("findings/confirmation", "findings/referee", "12_reporting/00_figures"):
         cells = nbformat.read(ROOT / f"nbs/{page}.ipynb", as_version=4).cells
         (source,) = [
             cell.source
