@@ -18,6 +18,7 @@ from chunk_grpo.models import inputs
 from chunk_grpo.pocket import pocket_model_path
 from chunk_grpo.rewards.rewards import load_reward
 from chunk_grpo.studies import analysis
+from chunk_grpo.studies.design import load_study
 from chunk_grpo.theory.chunks import Chunks
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -254,6 +255,16 @@ def test_captions_have_the_numbers_of_their_figures():
     assert "mean of 32 seeds" in README
 
 
+def test_the_picture_of_all_methods_has_the_numbers_of_its_study():
+    study, text = load_study("referee"), section("Which method?")
+    rows = analysis.load_study_rows("referee")
+    seeds = {arm: len({row["seed"] for row in rows if row["arm"] == arm}) for arm in study.arms}
+    assert f"Left: {len(seeds)} arms" in text and set(seeds.values()) == {16, 32}
+    prompts = rows[0]["settings"]["eval_prompts"]
+    assert f"on {len(inputs.read_prompts(prompts))} test prompts" in text
+    assert "mean over 16 or 32 seeds" in text
+
+
 def test_bundled_model_has_as_many_parameters_as_the_front_page_says():
     files = Path(pocket_model_path()).glob(
         "*/*.safetensors"
@@ -342,6 +353,7 @@ HELD = {  # the numbers of the prose that a test above holds, by what they count
     "install": ["3.11", "3.12", "3.13", "2.4", "3.2", "6.4"],
     "presets": ["512", "720", "24", "80", "3", "3.5"],
     "demo": ["2", "13", "64"],
+    "referee": ["14", "192", "16", "32", "95"],
     "licence": ["2.0"],
     "gpu": ["3", "7", "1", "2"],
 }
