@@ -27,9 +27,14 @@ $(STAMP): settings.ini setup.py pyproject.toml constraints.txt
 
 install: $(STAMP) ## make .venv and install everything into it; prints the size of the download first
 
-demo: $(STAMP) ## train Chunk-GRPO on the pocket model, minutes on two cores; resumes where it stopped
-	@start=$$SECONDS; resume=; if [ -e runs/demo/run.json ]; then resume=--resume; fi; \
-	$(BIN)/chunk-grpo train runs/pocket/demo.yaml --out runs/demo $$resume; \
+demo: $(STAMP) ## train Chunk-GRPO, then CRD, on the pocket model and compare them; minutes on two cores; resumes where it stopped
+	@start=$$SECONDS; \
+	for name in demo crd; do \
+	  out=runs/demo; if [ $$name = crd ]; then out=runs/demo-crd; fi; \
+	  resume=; if [ -e $$out/run.json ]; then resume=--resume; fi; \
+	  $(BIN)/chunk-grpo train runs/pocket/$$name.yaml --out $$out $$resume; \
+	done; \
+	$(BIN)/chunk-grpo compare runs/demo runs/demo-crd --out runs/demo/compare.html; \
 	echo "wall time $$((SECONDS - start)) s"
 
 test: $(STAMP) ## ruff, the book and the tests, with the time of each stage

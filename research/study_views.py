@@ -1,6 +1,7 @@
 """Computations on a study's rows for single pages of nbs/findings: falling curves, splits, and lost and gained objects."""
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import matplotlib as mpl
 import numpy as np
@@ -9,9 +10,11 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from chunk_grpo import InputError
+from chunk_grpo.core.settings import PRESETS_DIR
 from chunk_grpo.core.statistics import claim_verdict, t_intervals
 from chunk_grpo.reporting.figures import create_subplots, with_house_style
 from chunk_grpo.reporting.tables import format_small_number, rows_to_html
+from chunk_grpo.studies import analysis
 from chunk_grpo.studies.analysis import (
     arms_with_runs,
     contrast_table,
@@ -20,6 +23,7 @@ from chunk_grpo.studies.analysis import (
     paired_differences,
     pivot_by_seed,
 )
+from chunk_grpo.studies.design import Study, load_study
 
 FALL_LEVELS = {
     "start": 2.0,
@@ -186,6 +190,27 @@ def category_table(
         for line in table:
             line[category.replace("_", " ")] = format_difference(intervals.loc[line["arm"]])
     return table
+
+
+def are_stored_rows(
+    name: str,  # name of a study
+) -> bool:
+    """Return True if the pages read the rows that this repository stores, and these are all runs of the study.
+
+    Only then can the sentences of a page be checked against the rows: tests also run the pages with invented rows.
+    """
+    is_stored = Path(analysis.STUDY_ROWS_FOLDER) == PRESETS_DIR / "results" / "studies"
+    return is_stored and load_study(name).is_complete(analysis.load_study_rows(name))
+
+
+def smallest_effect(
+    rows: Sequence[Mapping],  # rows of finished runs
+    study: Study,
+) -> float | None:  # in units of the outcome; None: the reference has no runs
+    """Compute a study's smallest effect of interest, a share of what its reference gained in the outcome."""
+    if study.reference not in arms_with_runs(rows):
+        return None
+    return study.smallest_effect * gains_by_seed(rows, study.outcome)[study.reference].mean()
 
 
 def differences_table(
