@@ -14,6 +14,7 @@ from study_rows import row, write
 
 from chunk_grpo import InputError
 from chunk_grpo.studies import analysis, design
+from chunk_grpo.studies.study import run_study
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted(
@@ -103,6 +104,26 @@ def test_pages_run_with_a_part_of_the_rows(tmp_path, which):
 @pytest.mark.slow
 def test_pages_run_with_what_is_kept(tmp_path):
     run_pages("", tmp_path)
+
+
+@pytest.mark.slow
+def test_a_trial_of_the_referee_is_the_same_from_nothing(tmp_path):
+    """Its stored row is repeated; on another processor rounding may change the scores a little."""
+    (stored,) = [
+        one
+        for one in analysis.load_study_rows("referee")
+        if (one["arm"], one["seed"]) == ("steps", 400)
+    ]
+    (again,) = run_study(
+        "referee", tmp_path / "referee", processes=1, arms=["steps"], seeds=[400], unplanned=True
+    )
+    for name in ("settings", "evaluation", "images", "transitions", "chunks", "model_sha256"):
+        assert again[name] == stored[name], name
+    for arm in ("base", "plain"):
+        assert again["scores"][arm].keys() == stored["scores"][arm].keys()
+    same_processor = again["machine"]["processor"] == stored["machine"]["processor"]
+    difference = analysis.gains_by_seed([again], REWARD) - analysis.gains_by_seed([stored], REWARD)
+    assert abs(difference.to_numpy()).max() <= (1e-3 if same_processor else 0.03)
 
 
 def test_what_is_kept_answers_every_claim():
