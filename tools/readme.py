@@ -19,7 +19,7 @@ NOTE = "<!-- Written by `make prepare` from nbs/index.ipynb: edit the notebook. 
 
 def relinked(text: str) -> str:
     """Convert the links of the front page to those of the README, which lies one level above the notebook."""
-    beside = r"\]\((?!https?:|#|/|\.\./)([^)]+\.(?:ipynb|png|svg))\)"
+    beside = r"\]\((?!https?:|#|/|\.\./)([^)#]+\.(?:ipynb|png|svg)(?:#[^)]*)?)\)"
     return re.sub(beside, r"](nbs/\1)", text).replace("](../", "](")
 
 
