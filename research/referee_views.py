@@ -160,6 +160,23 @@ def is_coupled(
     return load_method(settings_of_arm(study, arm)).has_log_prob
 
 
+def gains_by_kind() -> pd.DataFrame:
+    """Compute the mean gain of the referee's coupled arms and of its decoupled ones, one row per seed that all arms have.
+
+    The columns are coupled and decoupled. Controls, with random levels or more iterations, are left out.
+    """
+    study = load_study("referee")
+    by_seed = analysis.gains_by_seed(analysis.load_study_rows("referee"), study.outcome).dropna()
+    arms = [arm for arm in study.arms if role_of(arm) in ("steps or levels", "chunks")]
+    kinds = {arm: is_coupled("referee", arm) for arm in arms}
+    return pd.DataFrame(
+        {
+            "coupled": by_seed[[arm for arm in arms if kinds[arm]]].mean(axis=1),
+            "decoupled": by_seed[[arm for arm in arms if not kinds[arm]]].mean(axis=1),
+        }
+    )
+
+
 def gains_and_costs(
     study: str,  # name of a study
     reward: str = "",  # name of a reward that was evaluated; empty: the outcome of the study

@@ -824,7 +824,7 @@ class _SettingWithoutEffect(InputError):
     expected: Any = None  # the value that it must have
 
 
-def _without_effect(
+def _no_effect_error(
     message: str,  # one sentence for the user
     name: str,  # the setting that has no effect
     expected: Any,  # the value that it must have
@@ -847,7 +847,7 @@ def _require(
     if not condition:
         message = f"`{name}` must {requirement}; got {value or getattr(settings, name)}"
         if without_effect:
-            raise _without_effect(message, name, Settings.model_fields[name].default)
+            raise _no_effect_error(message, name, Settings.model_fields[name].default)
         raise InputError(message)
 
 
@@ -1089,7 +1089,7 @@ def _check_settings_without_effect(
         value = getattr(settings, name)
         if name in chosen and value not in (default, preset.get(name)):
             effective_value = preset.get(name, default)
-            raise _without_effect(
+            raise _no_effect_error(
                 f"`{name}` must stay {format_value(effective_value)} {reason}; got {format_value(value)}",
                 name,
                 effective_value,
@@ -1542,8 +1542,8 @@ def method_label(settings: Any) -> str:  # "steps", "chunk", "chunk+ws", "nft", 
 
 
 def _as_input_error(
-    error: ValidationError,
-) -> InputError:  # error: raised by pydantic for `Settings`
+    error: ValidationError,  # raised by pydantic for `Settings`
+) -> InputError:
     """Return the error for the user: a `_SettingWithoutEffect` as it was raised, and anything else in one sentence."""
     cause = error.errors()[0].get("ctx", {}).get("error")
     if isinstance(cause, _SettingWithoutEffect):
