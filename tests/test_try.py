@@ -251,11 +251,17 @@ def test_the_files_of_the_recipe_do_what_it_says(tmp_path):
         file.write_text(code)
         leaks = try_method.find_leaks([file], lists)
         assert bool(leaks) == (name == "Leak")
-        method = load_method(settings.load_settings(base, {"method": f"{file}:{name}"}))
+        changes = try_method.method_changes(f"{file}:{name}")
+        method = load_method(settings.load_settings(base, changes))
         if name == "RandomAdvantages":
             scores = {"pocket-clip": torch.zeros(8, 12)}
             assert method.advantages(scores, {}).shape == (8, 12)
         if name == "HalfClip":
+            without = settings.load_settings(base, {"method": f"{file}:{name}"})
+            with pytest.raises(
+                InputError, match=r"`chunks` must be steps with \S+:HalfClip; got 2"
+            ):
+                load_method(without)
             values = {"statistic": torch.tensor([-1.0, 1.0]), "advantage": torch.ones(2)}
             clip_range = method.settings.clip_range
             found = method.objective(SimpleNamespace(**values))
@@ -388,7 +394,8 @@ def test_quick_is_small_and_says_that_it_decides_nothing(tmp_path, protocol, inv
     out = tmp_path / "out"
     mine = write_method(tmp_path, CLIP_HIGHER)
     page = try_method.try_method(mine, out=out, protocol=protocol, quick=True)
-    assert len(runs.begun) == 2 * 3 + 2 * 4
+    # Nine points of each arm with one seed, and no further points; then four seeds of each arm.
+    assert len(runs.begun) == 2 * 9 + 2 * 4
     assert "too few for a conclusion" in try_method.summarise_try(out)[0]
     assert "too few for a conclusion" in page.read_text()
 
@@ -453,8 +460,10 @@ def test_random_advantages_are_not_different_from_the_base(tmp_path, protocol, i
     said = summary(tmp_path, protocol, invent, RANDOM, gain)
     assert "not different from the base" in said and "behind steps" in said
     page = (tmp_path / "out/page.md").read_text()
-    assert "It is no sandbox" in page and "has rank" in page
-    assert "power" in said and "smallest effect of interest is 10% of the gain of steps" in said
+    assert "It is no sandbox" in page and "has rank 2 of 2 methods" in page
+    assert re.search(r"not different from the base.*; power at the smallest effect", said)
+    assert not re.search(r"behind steps.*power", said)  # what is decided needs no power
+    assert "smallest effect of interest is 10% of the gain of steps" in said
 
 
 def test_a_better_method_is_ahead_and_has_the_first_rank(tmp_path, protocol, invent):
@@ -462,7 +471,7 @@ def test_a_better_method_is_ahead_and_has_the_first_rank(tmp_path, protocol, inv
         return 0.15 if trial.arm.startswith("ClipHigher") else 0.1
 
     said = summary(tmp_path, protocol, invent, CLIP_HIGHER, gain)
-    assert "ClipHigher has rank 1 of 3" in said
+    assert "ClipHigher has rank 1 of 2 methods" in said
     assert "ahead of the base" in said and "ahead of steps" in said
 
 

@@ -23,6 +23,7 @@ from chunk_grpo.models.cost import (
     largest_training_size,
     run_meta_forward,
     build_meta_policy,
+    frozen_meta_policy,
     run_two_blocks_per_kind,
 )
 from .policy import ModelConfig, Policy, find_blocks
@@ -338,7 +339,7 @@ def _decode_limit(
     resolution: int | tuple[int, int],  # side length or (height, width), pixels
 ) -> int:
     """Return the largest number of images that the VAE may decode in one batch."""
-    return build_meta_policy(config, resolution, 16).decode_limit
+    return frozen_meta_policy(config, resolution).decode_limit
 
 
 def images_decoded_at_once(

@@ -119,7 +119,11 @@ def measure_matmul_rate(
     """
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     on_gpu = device.type == "cuda"
-    size = 8192 if on_gpu else 1024
+    size = 1024
+    if on_gpu:
+        size = 8192
+    elif dtype != "float32":
+        size = 256  # a CPU without this number format takes seconds for a larger product
     threads = 1 if on_gpu else torch.get_num_threads()
     a = torch.rand(size, size, dtype=getattr(torch, dtype), device=device)
     # On a CPU measure CPU time, which excludes the time in which this process waits for a core.

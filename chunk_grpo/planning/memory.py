@@ -20,7 +20,7 @@ from chunk_grpo.models.cost import (
     count_trained_parameters,
     largest_training_size,
     latent_numel,
-    build_meta_policy,
+    frozen_meta_policy,
     model_sizes,
 )
 from ..models.policy import TORCH_DTYPES, ModelConfig
@@ -44,7 +44,7 @@ def _count_linear_parameters(
     config: ModelConfig,
 ) -> int:
     """Count the weights of the transformer's linear layers, the only ones that `quantization` affects."""
-    network = build_meta_policy(config, 64, 16).transformer
+    network = frozen_meta_policy(config).transformer
     return sum(layer.weight.numel() for layer in network.modules() if isinstance(layer, nn.Linear))
 
 

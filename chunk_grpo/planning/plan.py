@@ -6,7 +6,6 @@
 __all__ = ['row_json_key', 'describe_counts', 'estimate_numbers', 'describe_estimates', 'describe_measured']
 
 # %% ../../nbs/06_planning/05_plan.ipynb #dc7f3757
-import functools
 import itertools
 import json
 import shlex
@@ -24,10 +23,10 @@ from chunk_grpo.core.settings import (
 )
 from ..models.activations import fit_update_batch
 from chunk_grpo.models.cost import (
+    adapter_size,
     count_trained_parameters,
     find_model_config,
     mean_forward_flops,
-    build_meta_policy,
     model_sizes,
     prompt_embeds_bytes,
 )
@@ -495,20 +494,6 @@ def estimate_numbers(
     }
 
 
-@functools.cache
-def _describe_adapted_layers(
-    config: ModelConfig,
-    rank: int,  # rank of the adapters
-    targets: tuple[str, ...],  # layers with an adapter; empty: the default of the model family
-) -> str:
-    """Describe the layers that get an adapter as patterns of their names, each with its number of layers."""
-    # Imported only when needed, because it requires peft.
-    from chunk_grpo.models.trainable import list_adapted_layers, describe_layers
-
-    policy = build_meta_policy(config, 64, 16, rank=rank, targets=targets)
-    return describe_layers(list_adapted_layers(policy.transformer))
-
-
 def describe_estimates(
     settings: Settings,
     rate: float,  # rate of matrix products on the device of one process, operations per second
@@ -543,7 +528,7 @@ def describe_estimates(
         ("parameters", "{all:,}, trained {trained:,}".format(**numbers["parameters"])),
     ]
     if settings.lora_rank:
-        layers = _describe_adapted_layers(config, settings.lora_rank, settings.lora_targets)
+        layers = adapter_size(config, settings.lora_rank, settings.lora_targets)[1]
         rows.append(("adapted layers", layers))
     sizes = training_sizes(settings)
     forward = _format_amount(mean_forward_flops(config, sizes, settings.max_tokens), "FLOP")

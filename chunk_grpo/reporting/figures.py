@@ -487,7 +487,7 @@ def plot_deltas(
             yticks=range(len(arms)),
             yticklabels=[ARM_LABELS.get(arm, arm) for arm in arms],
             title=shorten_name(name),
-            xlabel="difference to the base",
+            xlabel="difference from the base",
             ylim=(-0.6, len(arms) - 0.3),
         )
     return figure

@@ -190,7 +190,7 @@ def evaluation_rows(
 ) -> list[dict[str, str]]:  # one row per reward and arm
     """Return table rows with the mean of each arm and its difference from its base, with 95% intervals.
 
-    The columns are reward, weights (the label of the arm), "mean (95% interval)", "difference to the base", and "excludes 0"
+    The columns are reward, weights (the label of the arm), "mean (95% interval)", "difference from the base", and "excludes 0"
     (yes, no, or "" for a base).
     """
     rows = []
@@ -211,7 +211,7 @@ def evaluation_rows(
                     "reward": name,
                     "weights": ARM_LABELS.get(arm, arm),
                     "mean (95% interval)": format_interval(value),
-                    "difference to the base": format_interval(delta, signed=True),
+                    "difference from the base": format_interval(delta, signed=True),
                     "excludes 0": excludes_zero,
                 }
             )
@@ -224,11 +224,11 @@ def evaluation_html(rewards: Mapping[str, Mapping]) -> str:  # rewards: as for `
     marks = []
     for row in rows:
         if row["excludes 0"] == "yes":
-            rose = row["difference to the base"][0] == "+"
-            marks.append({"difference to the base": "good" if rose else "bad"})
+            rose = row["difference from the base"][0] == "+"
+            marks.append({"difference from the base": "good" if rose else "bad"})
         else:
             marks.append({})
-    return rows_to_html(rows, ("mean (95% interval)", "difference to the base"), marks)
+    return rows_to_html(rows, ("mean (95% interval)", "difference from the base"), marks)
 
 
 def describe_as_trained_sampling(

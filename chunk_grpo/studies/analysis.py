@@ -264,8 +264,11 @@ def cost_columns(
     mean = pd.DataFrame(runs)[["images", "transitions", "cpu_seconds"]].mean()
     settings = runs[0]["settings"]
     chunks = settings["chunks"]
-    if chunks == "profile":  # show the chunks that the runs measured
-        chunks = "; ".join(dict.fromkeys(row["chunks"] for row in runs)) or chunks
+    # Measured chunks, and those that a method from a file may choose itself, are known only from the runs.
+    if chunks == "profile" or ".py:" in settings.get("method", ""):
+        sizes = [row["chunks"] or "" for row in runs]
+        used = ["steps" if set(text.split(",")) == {"1"} else text for text in sizes]
+        chunks = "; ".join(dict.fromkeys(used)) or chunks
     if settings["train_chunks"] != "all":
         chunks += f", only {settings['train_chunks']}"
     return {

@@ -22,6 +22,7 @@ from .. import InputError
 from ..core import settings as setting
 from ..core.files import atomic_write
 from ..core.validation import dump_yaml
+from ..reporting.tables import format_number
 from .analysis import gains_by_seed, paired_differences
 from .design import TUNED_FILE, Study, find_study_folder, load_study, read_tuned
 from .study import run_study
@@ -298,9 +299,16 @@ def tune_study(
     with atomic_write(home / TUNED_FILE) as temporary:
         temporary.write_text(dump_yaml(best_points, width=120), encoding="utf-8")
     for arm, best in best_points.items():
-        edge = f", at the edge of the grid in {' and '.join(best['edge'])}" if best["edge"] else ""
+        point = ", ".join(f"{name}={value}" for name, value in best["settings"].items())
+        gain = format_number(best["gain"], signed=True)
+        edge = ""
+        if best["edge"]:
+            edge = (
+                f"; {' and '.join(best['edge'])} at the edge of the grid, so a better value may "
+                "lie beyond it"
+            )
         log(
-            f"{arm}: {best['settings']}, gain {best['gain']:+.4f}, the best of {len(best['points'])} points{edge}"
+            f"{arm}: best of {len(best['points'])} points: {point}; gain {gain} on validation prompts{edge}"
         )
     return best_points
 

@@ -516,6 +516,8 @@ def format_time_left(
     if iterations_done < 1:
         return "time left: not known yet"
     minutes = iterations_left * seconds / iterations_done / 60
+    if minutes < 1:
+        return "less than a minute left"
     return f"about {minutes:.0f} min left" if minutes < 120 else f"about {minutes / 60:.1f} h left"
 
 # %% ../../nbs/13_studies/01_study.ipynb #b8269f3d
@@ -671,12 +673,10 @@ def _print_gains(
     complete: bool,  # whether every trial of the plan is finished
 ) -> None:
     """Print the gains of all finished trials, one line per trial."""
-    title = (
-        "; gains over the base:"
-        if complete
-        else "; an interim look at gains, which the rows record:"
-    )
-    study.log(f"{len(study.rows)} of {len(study.plan)} trials of the plan are finished{title}")
+    study.log(f"{len(study.rows)} of {len(study.plan)} trials of the plan are finished")
+    if not complete:
+        study.log("  an interim look at the gains, which the rows record")
+    study.log("  gains over the base:")
     for name, row in study.rows.items():
         study.log(f"  {name}  {gain_line(row)}")
 

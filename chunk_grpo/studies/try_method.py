@@ -253,7 +253,8 @@ CHECK_LIMITS = (
     "The check rejects a string in the method's file, or in a module of yours that it imports, that names a held-out "
     f"list or is one of its prompts; the names {', '.join(HELD_OUT_NAMES)} in this code; a held-out list that the method "
     "opens in a run of one iteration; and a held-out prompt among the training prompts. It is no sandbox: it misses "
-    "code that hides what it reads, or reads it later or in another process, and a method that was chosen by its "
+    "code that hides the name of a list and reads it in a later iteration or in another process, held-out prompts that "
+    "the code puts together from words or takes from the outputs of earlier runs, and a method that was chosen by its "
     "test scores."
 )
 
@@ -512,7 +513,7 @@ def plan_content(
     protocol: Study,
     checked: CheckedMethod,
     other_arms: Sequence[str] = (),  # arms of the protocol to include, in addition to its reference
-    quick: bool = False,  # fewer seeds and a smaller grid
+    quick: bool = False,  # fewer seeds, and a grid that does not grow
 ) -> dict:
     """Build the content of a try's study.yaml, keyed by the fields of `Study`; the first arm is that of the method."""
     reference = protocol.reference
@@ -536,14 +537,14 @@ def plan_content(
         "tune_prompts",
     )
     return {name: getattr(protocol, name) for name in fields_of_protocol} | {
-        "title": f"{class_name} on trial",
-        "question": f"Is {class_name} of {Path(file).name} ahead of {reference} at equal images?",
+        "title": f"How {class_name} compares{' (quick: too few trials for a conclusion)' if quick else ''}",
+        "question": f"Is {class_name} of {Path(file).name} ahead of {reference} with the same number of images?",
         "stopping": "After all seeds of all arms.",
         "reference": reference,
         "arms": arms,
         "contrasts": contrasts,
         "seeds": min(QUICK_SEEDS, protocol.seeds) if quick else protocol.seeds,
-        "tune_own": {} if quick else own_grids,
+        "tune_own": own_grids,
         "tune_growth": 0 if quick else protocol.tune_growth,
         "tune_seeds": 1 if quick else protocol.tune_seeds,
     }
@@ -658,15 +659,17 @@ def rank_table(
     rows: Sequence[Mapping],  # rows of finished trials
     outcome: str,  # name of the reward that decides
 ) -> list[dict]:  # best first, keyed by rank, arm and gain (95% interval)
-    """Return a table of the arms, ranked by their mean gain over the base, with the base itself at 0."""
+    """Return a table of the arms, ranked by their mean gain; the base stands between them with a gain of 0 and no rank."""
     gains = t_intervals(analysis.gains_by_seed(rows, outcome))
     texts = {arm: analysis.format_difference(row) for arm, row in gains.iterrows()}
-    means = gains["mean"].to_dict() | {"the base": 0.0}
-    ordered = sorted(means, key=lambda arm: -means[arm])
-    return [
-        {"rank": i, "arm": arm, "gain (95% interval)": texts.get(arm, "0")}
-        for i, arm in enumerate(ordered, 1)
+    means = gains["mean"].sort_values(ascending=False, kind="stable")
+    lines = [
+        {"rank": str(i), "arm": arm, "gain (95% interval)": texts[arm]}
+        for i, arm in enumerate(means.index, 1)
     ]
+    base = {"rank": "", "arm": "the base", "gain (95% interval)": "0"}
+    lines.insert(int((means > 0).sum()), base)
+    return lines
 
 # %% ../../nbs/13_studies/07_try_method.ipynb #bd7c998d
 READING_NOTE = (
@@ -724,13 +727,16 @@ def summary_lines(
     lines = []
     if quick:
         lines.append(
-            f"QUICK: {study.seeds} seeds and a small grid are too few for a conclusion; run it without --quick."
+            f"QUICK: {study.seeds} seeds, and one seed per point of the tuning, are too few for a conclusion; run it "
+            "without --quick."
         )
     lines.append(
-        f"{own_arm} has rank {rank} of {len(ranks)} by its mean gain in {study.outcome}, the base included."
+        f"{own_arm} has rank {rank} of {len(ranks) - 1} methods by its mean gain in {study.outcome}."
     )
     for _, row in table.iterrows():
-        power = "" if pd.isna(row.power) else f"; power {row.power:.2f}"
+        power = ""
+        if row.result.startswith("not different") and not pd.isna(row.power):
+            power = f"; power at the smallest effect {row.power:.2f}"
         lines.append(f"{row.result} ({analysis.format_difference(row)}, {int(row.n)} seeds{power})")
     if study.smallest_effect:
         lines.append(
@@ -756,17 +762,26 @@ def build_page(
     tuned = read_tuned(plan)
     settings = []
     for arm, best in tuned.items():
-        chosen = ", ".join(f"{name}={value}" for name, value in best["settings"].items())
+        changed = [f"{name}={value}" for name, value in study.arms[arm].items() if name != "method"]
         settings.append(
             {
                 "arm": arm,
-                "tuned": chosen,
+                "method": ", ".join([study.arms[arm]["method"], *changed]),
+                "tuned": ", ".join(f"{name}={value}" for name, value in best["settings"].items()),
                 "points tried": str(len(best["points"])),
                 "gain on validation prompts": format_number(best["gain"], signed=True),
-                "at the end of the grid": ", ".join(best["edge"]),
+                "best value at the edge": ", ".join(best["edge"]),
             }
         )
-    changes = [f"{k}={v}" for k, v in study.arms[own_arm].items() if k != "method"]
+    base = setting.load_settings(plan / "base.yaml")
+    test_prompts = study.evaluation.get("eval_prompts") or base.eval_prompts
+    prompt_count = len(read_prompts(test_prompts))
+    images_per_prompt = study.evaluation.get("eval_images", base.eval_images)
+    others_tuned = ""
+    if len(study.arms) > 2:
+        others_tuned = "The other methods have the settings that the tuning of their study chose. "
+    own_rows = [row for row in rows if row["arm"] == own_arm]
+    other_rows = [row for row in rows if row["arm"] != own_arm]
     remark = ""
     if left_out:
         remark = (
@@ -785,10 +800,14 @@ def build_page(
         markdown_table(rank_table(rows, study.outcome)),
         f"Arms whose comparison says *not different* may change places with other seeds.{remark}",
         "## How it was run",
-        f"The protocol is that of the study {protocol}: {study.seeds} seeds from {study.first_seed} on, after tuning with "
-        f"{study.tune_seeds} other seeds on {study.tune_prompts}. {own_arm} changes "
-        f"{', '.join(changes) or 'nothing but the method'}. {analysis.provenance_note(rows)} "
-        "The plan was not committed before the runs, so they are exploratory.",
+        f"The protocol is that of the study {protocol}. A run trains for {base.iterations} iterations of "
+        f"{base.prompts_per_iteration} prompts with {base.images_per_prompt} images each. It is tested on the "
+        f"{prompt_count} prompts of {test_prompts} with {images_per_prompt} images each. {own_arm} was tuned on "
+        f"{study.tune_prompts} with {study.tune_seeds} seed{'s' if study.tune_seeds > 1 else ''} per point, which the "
+        f"test does not use. {others_tuned}The test has {study.seeds} seeds from {study.first_seed} on.",
+        f"{own_arm}: {analysis.provenance_note(own_rows)} Other arms: {analysis.provenance_note(other_rows)} "
+        "A try is exploratory, because nobody commits its plan before its runs. To confirm a result, plan a study of "
+        "your own (`chunk-grpo study --help`).",
         markdown_table(settings) if settings else "",
         markdown_table(analysis.study_table(rows)),
         "## What a method may use",
@@ -849,7 +868,7 @@ def _write_plans(
     out: Path,  # folder of the try
     checked: CheckedMethod,
     protocol: str | Path,  # name of a study, or its folder
-    quick: bool,  # fewer seeds and a smaller grid
+    quick: bool,  # fewer seeds, and a grid that does not grow
 ) -> None:
     """Write the plans of a try: plan/ for the test, tuning/plan/ for the tuning, and others.json.
 
@@ -946,7 +965,7 @@ def try_method(
         "protocol": str(protocol),
     }
     if _is_new_try(out, options):
-        log("checking the method in a run of one iteration, which takes about half a minute")
+        log("checking the file, then training for one iteration, which takes about half a minute")
         checked = check_method(source, overrides, protocol)
         log("the method has passed the check")
         with atomic_write(out) as temporary:
@@ -961,12 +980,13 @@ def try_method(
         trials = len(tuning_arms(tuning)) * tuning.tune_seeds
         more = ", and more if a best value is at the end of its grid" if tuning.tune_growth else ""
         log(
-            f"step 1 of 2: tune {', '.join(tuning.arms)} in {trials} trials on the prompts {tuning.tune_prompts}{more}"
+            f"step 1 of 2: tune {' and '.join(tuning.arms)} in {trials} trials on {tuning.tune_prompts}{more}"
         )
         _tune_arms(out, processes, finished_rows, _hide_gains(log))
+    own_arm, *other_arms = study.arms
     log(
-        f"step 2 of 2: test {', '.join(study.arms)} with {study.seeds} seeds each; finished trials are not "
-        "repeated"
+        f"step 2 of 2: test {own_arm} with {study.seeds} seeds and compare it with {', '.join(other_arms)}; stored "
+        "trials are not repeated"
     )
     rows = run_study(
         plan,

@@ -710,9 +710,9 @@ def check_settings_of_method(method: "Method") -> None:
     settings = method.settings
     for name, value in method.required_settings.items():
         if getattr(settings, name) != value:
+            reason = f", which {method.requirement_reason}" if method.requirement_reason else ""
             raise InputError(
-                f"`{name}` must be {value} with {settings.method}, which {method.requirement_reason}; "
-                f"got {getattr(settings, name)}"
+                f"`{name}` must be {value} with {settings.method}{reason}; got {getattr(settings, name)}"
             )
     images = settings.images_per_prompt
     updates = settings.updates_per_iteration

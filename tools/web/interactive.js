@@ -533,7 +533,7 @@
     const pooled = others.flatMap((arm) => [
       Math.min(...gains[arm]) - Math.max(...gains[reference]), Math.max(...gains[arm]) - Math.min(...gains[reference])]);
     const low = Math.min(...pooled), high = Math.max(...pooled);
-    const picture = chart(44 * others.length + 30, `Differences to ${reference}, draw by draw`, (svg, width) => {
+    const picture = chart(44 * others.length + 30, `Differences from ${reference}, draw by draw`, (svg, width) => {
       const x = (at) => 10 + ((at - low) / (high - low)) * (width - 20), bottom = 44 * others.length + 6;
       svg.append(draw("line", { class: "grid zero", x1: x(0), x2: x(0), y1: 4, y2: bottom }));
       for (const tick of [-0.05, 0, 0.05].filter((at) => at > low && at < high))
