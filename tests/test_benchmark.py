@@ -266,18 +266,21 @@ def test_incomplete_judge_is_rejected(options, expected, tmp_path):
 
 
 REWARD = """
+from chunk_grpo.rewards.images import images_to_tensor
+
+
 class Grey:
     def __init__(self, factor=1.0):
         self.factor = factor
 
     def __call__(self, images, prompts):
-        return [self.factor * image.getpixel((0, 0))[0] for image in images]
+        return self.factor * 255 * images_to_tensor(images)[:, 0, 0, 0]
 
     def category(self, prompt):
         return prompt.split()[0]
 
     def objects(self, images, prompts):
-        return [[image.getpixel((0, 0))[0] > 50] for image in images]
+        return [[level > 50 / 255] for level in images_to_tensor(images)[:, 0, 0, 0].tolist()]
 """
 
 
@@ -290,6 +293,17 @@ def grey_list(folder, prompts=("one star", "one moon", "two stars")):
             colour = (level + 20 * (arm == "plain"),) * 3
             Image.new("RGB", (4, 4), colour).save(images_folder / f"{n:05d}_0.png")
     return benchmarks.BenchmarkTask("list", prompts, 1), arms
+
+
+def test_a_reward_of_your_own_gets_tensors_as_in_training(tmp_path):
+    """Also in a benchmark, whose images are files."""
+    file = tmp_path / "my_rewards.py"
+    file.write_text("def redness(images, prompts):\n    return images[:, 0].mean((1, 2))\n")
+    task, arms = grey_list(tmp_path)
+    scorers = {f"{file}:redness": placement.load_placed_reward(f"{file}:redness")}
+    summary = benchmarks.score_benchmark(task, arms, tmp_path, scorers=scorers)
+    mean = summary["rewards"][f"{file}:redness"]["base"]["mean"]
+    assert mean == pytest.approx((0 + 40 + 100) / 3 / 255, abs=1e-6)
 
 
 def test_scores_are_renewed_if_prompts_options_or_code_changed(tmp_path, monkeypatch):

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -604,16 +605,28 @@ def test_a_run_has_as_many_processes_as_pay_or_as_it_had(
 
 
 @pytest.mark.parametrize("gpus, wanted", [(8, 8), (1, 1)])
-def test_a_preset_carries_its_processes(gpus, wanted, monkeypatch):
+def test_a_preset_carries_its_processes(gpus, wanted, monkeypatch, tmp_path):
     """To `train` where the machine has as many devices; to `plan` always, unless a number is given."""
+    mine = tmp_path / "mine.yaml"
+    mine.write_text("like: machines/8x80gb-full-flux1-dev\nprompts: mine.txt\n")
     monkeypatch.setattr(
         machine, "machine_info", lambda: {"gpus": ["H100"] * gpus, "cores": 64, "memory_gb": 512.0}
     )
     run_settings = settings.load_settings("machines/8x80gb-full-flux1-dev")
     assert choose_processes(run_settings, "machines/8x80gb-full-flux1-dev") == wanted
     assert choose_processes(run_settings, "paper/chunk") == 1
+    assert choose_processes(run_settings, str(mine)) == wanted
     said = CliRunner().invoke(main.app, ["plan", "paper/eight-gpu-full", "--device", "h100"]).output
     assert ", 8 processes" in said
+
+
+def test_a_plan_says_that_it_does_not_know_the_memory_of_your_reward():
+    words = ["plan", "machines/80gb-lora-flux1-dev", "--device", "h100", "reward_options={}"]
+    own = [*words, "reward=my_rewards.py:Score", "eval_rewards=[pickscore]"]
+    said = CliRunner().invoke(main.app, own).output
+    assert re.search(r"not counted +the memory of your rewards my_rewards.py:Score$", said, re.M)
+    said = CliRunner().invoke(main.app, [*words, "reward=pickscore"]).output
+    assert "fits" in said and "not counted" not in said
 
 
 def test_the_memory_of_reference_weights_counts_when_processes_are_chosen(monkeypatch):

@@ -779,3 +779,22 @@ def test_another_number_of_processes_is_warned_of(settings, tmp_path):
         UserWarning, match="with 2 processes and resumes with 1, .* differ by rounding"
     ):
         run_folder.create_run(settings, out, resume=True)
+
+
+def test_settings_of_memory_may_change_on_resume_with_a_warning(tmp_path):
+    """What a run that ran out of memory needs; the metrics stay the same up to rounding."""
+    few = {"steps": 5, "chunks": "2,2", "images_per_prompt": 4, "prompts_per_iteration": 1}
+    few |= {"iterations": 2, "eval_every": 0, "eval_images": 1, "dtype": "float32"}
+    settings = setting.load_settings("pocket/tiny", few)
+    whole = launch.train(settings, tmp_path / "whole")
+    out = launch.train(settings.model_copy(update={"iterations": 1}), tmp_path / "run")
+    smaller = settings.model_copy(
+        update={"update_batch": 2, "rollout_batch": 3, "gradient_checkpointing": True}
+    )
+    with pytest.warns(UserWarning, match="`update_batch` .* and resumes with 2, .* by rounding"):
+        launch.train(smaller, out, resume=True)
+    assert run_folder.read_run_info(out)["settings"]["update_batch"] == 2
+    found, expected = run_folder.read_metrics_lines(out), run_folder.read_metrics_lines(whole)
+    assert [line["iteration"] for line in found] == [line["iteration"] for line in expected]
+    for name in ("reward_mean", "grad_norm"):
+        assert found[-1][name] == pytest.approx(expected[-1][name], rel=1e-3)

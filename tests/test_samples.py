@@ -162,7 +162,7 @@ def test_an_interrupted_continuation_counts_by_its_checkpoint(tmp_path, monkeypa
     for status in ("created", "running", "interrupted", "failed"):
         run_folder.update_run_json(run, status=status)
         with pytest.raises(InputError, match="neither final weights nor a checkpoint"):
-            run_images.find_newest_weights(run)
+            run_images.find_weights(run)
         for function in (run_images.find_trained_weights, run_images.hash_trained_weights):
             with pytest.raises(InputError, match="was resumed and is not finished"):
                 function(run)
@@ -170,14 +170,17 @@ def test_an_interrupted_continuation_counts_by_its_checkpoint(tmp_path, monkeypa
     weights = {"weights": {"0": torch.zeros(2)}}
     rest = {"seconds": 1.0, "seconds_cpu": 1.0, "ema_step": 0}
     checkpoints.write_checkpoint(run, 2, weights, rest, identity=about)
-    assert run_images.find_newest_weights(run).name == "000002"
+    assert run_images.find_weights(run).name == "000002"
     run_folder.update_run_json(run, status="finished")
-    assert run_images.find_newest_weights(run).name == "final"
+    assert run_images.find_weights(run).name == "final"
+    assert run_images.find_weights(run, 2).name == "000002"
+    with pytest.raises(InputError, match="`checkpoint` must be .*, one of 2; got 1"):
+        run_images.find_weights(run, 1)
 
     # A run that recorded the iteration of its final weights keeps them until there is a newer checkpoint.
     for final_iteration, name in ((1, "000002"), (2, "final")):
         run_folder.update_run_json(run, status="failed", final_iteration=final_iteration)
-        assert run_images.find_newest_weights(run).name == name
+        assert run_images.find_weights(run).name == name
     (run / "run.json").unlink()
     assert run_images.find_trained_weights(run).name == "final"
 

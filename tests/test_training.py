@@ -427,7 +427,7 @@ def test_a_tracker_that_takes_no_images_gets_the_numbers(world, tmp_path):
         "    def __init__(self, **options): pass\n"
         "    def log(self, values, **more): print('LOGGED', sorted(values)[:1], more)\n"
         "    def finish(self): print('FINISHED')\n"
-        "def init(**options): return Run(**options)\n"
+        "def init(**options): print('BEGUN', options); return Run(**options)\n"
     )
     (tmp_path / "trackio-1.0.dist-info").mkdir()
     (tmp_path / "trackio-1.0.dist-info/METADATA").write_text(
@@ -444,6 +444,7 @@ def test_a_tracker_that_takes_no_images_gets_the_numbers(world, tmp_path):
     assert done.returncode == 0, done.stderr
     said = done.stdout + (tmp_path / "run/train.log").read_text()
     assert "trackio receives numbers only; images are in" in said and "FINISHED" in said
+    assert "BEGUN {'project': 'chunk_grpo', 'name': 'run', 'resume': 'allow'}" in said
     assert said.count("LOGGED") == 2
 
 

@@ -9,6 +9,7 @@ __all__ = ['machine_app', 'doctor']
 import importlib.metadata
 import importlib.util
 import platform
+import shlex
 import shutil
 import sys
 from pathlib import Path
@@ -80,7 +81,7 @@ def _describe_model(
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
-    from chunk_grpo.models.inputs import check_pipeline_folder
+    from chunk_grpo.models.inputs import MODEL_FILES, OTHER_FILES, check_pipeline_folder
 
     page = f"https://huggingface.co/{hub_id}"
     steps = []
@@ -90,7 +91,10 @@ def _describe_model(
         check_pipeline_folder(Path(snapshot_download(hub_id, local_files_only=True)))
         return f"{licence}: ready, in the hub's cache"
     except LocalEntryNotFoundError:
-        steps.append(f"hf download {hub_id}")
+        # The same files as `load_policy` fetches, without further copies of the weights for other programs.
+        patterns = [word for pattern in MODEL_FILES for word in ("--include", pattern)]
+        patterns += [word for pattern in OTHER_FILES for word in ("--exclude", pattern)]
+        steps.append(shlex.join(["hf", "download", hub_id, *patterns]))
         return f"{licence}: missing: {'; then '.join(steps)}"
     except InputError as error:
         return f"{licence}: incomplete in the hub's cache: {error}"

@@ -4,11 +4,11 @@
 
 # %% auto #0
 __all__ = ['OURS', 'REWARD_LOADERS', 'EMBEDDING_REWARDS', 'EXTERNAL_REWARD_OPTIONS', 'TRACKERS', 'ALARMS', 'PRESETS_DIR',
-           'METHODS', 'RESUME_CHANGEABLE_FIELDS', 'image_size', 'training_sizes', 'format_resolution', 'reward_weights',
-           'evaluated_rewards', 'guidance_scales', 'uses_true_cfg', 'embedding_reward', 'named_code',
-           'resolve_code_files', 'lr_schedule', 'method_label', 'Settings', 'list_presets', 'find_settings_file',
-           'read_settings_file', 'load_settings', 'load_recorded_settings', 'dump_settings', 'diff_settings',
-           'check_resume', 'settings_table', 'check_processes']
+           'METHODS', 'RESUME_CHANGEABLE_FIELDS', 'RESUME_ROUNDING_FIELDS', 'image_size', 'training_sizes',
+           'format_resolution', 'reward_weights', 'evaluated_rewards', 'guidance_scales', 'uses_true_cfg',
+           'embedding_reward', 'named_code', 'resolve_code_files', 'lr_schedule', 'method_label', 'Settings',
+           'list_presets', 'find_settings_file', 'read_settings_file', 'load_settings', 'load_recorded_settings',
+           'dump_settings', 'diff_settings', 'check_resume', 'settings_table', 'check_processes']
 
 # %% ../../nbs/02_core/04_settings.ipynb #77c2ca98
 import difflib
@@ -917,7 +917,7 @@ def _check_rewards(settings: "Settings") -> None:
             settings,
             "reward_options",
             is_used,
-            "name only rewards that `reward` or `eval_rewards` names",
+            "name only rewards that `reward` or `eval_rewards` names; `reward_options={}` removes those of a preset",
             value=repr(name),
         )
         for option in settings.reward_options[name]:
@@ -1897,6 +1897,14 @@ RESUME_CHANGEABLE_FIELDS = (
     "tracker",
     "stop_on",
 )
+# Settings of speed and memory, which change the results of a run only by rounding.
+RESUME_ROUNDING_FIELDS = (
+    "rollout_batch",
+    "update_batch",
+    "update_memory",
+    "gradient_checkpointing",
+    "latents_on",
+)
 
 
 def dump_settings(settings: Settings) -> str:  # YAML with all fields
@@ -1924,19 +1932,18 @@ def check_resume(
 ) -> None:
     """Raise InputError if a resumed run would differ from the run that began.
 
-    Only the fields in RESUME_CHANGEABLE_FIELDS may change, and `iterations` may be raised, unless the learning rate falls to
-    0 over all `iterations`.
+    Only the fields in RESUME_CHANGEABLE_FIELDS and RESUME_ROUNDING_FIELDS may change, and `iterations` may be raised,
+    unless the learning rate falls to 0 over all `iterations`.
     """
+    changeable = (*RESUME_CHANGEABLE_FIELDS, *RESUME_ROUNDING_FIELDS)
     changed = {
-        name: values
-        for name, values in diff_settings(old, new).items()
-        if name not in RESUME_CHANGEABLE_FIELDS
+        name: values for name, values in diff_settings(old, new).items() if name not in changeable
     }
     old_iterations, new_iterations = changed.pop("iterations", (0, 0))
     for name, (old_value, new_value) in changed.items():
         raise InputError(
             f"`{name}` must stay {format_value(old_value)} when the run is resumed; got {format_value(new_value)}; "
-            f"only iterations (upwards), {', '.join(RESUME_CHANGEABLE_FIELDS)} may change"
+            f"only iterations (upwards), {', '.join(changeable)} may change"
         )
     if new_iterations < old_iterations:
         raise InputError(

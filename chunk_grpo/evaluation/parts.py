@@ -52,6 +52,7 @@ from chunk_grpo.models.inputs import (
 from ..models.policy import Policy
 from ..reward_serving import placement
 from ..rewards import rewards
+from ..rewards.images import images_to_tensor
 from ..runs.processes import sampling_threads, format_sampling_progress
 from chunk_grpo.runs.run_folder import (
     check_trust,
@@ -71,18 +72,22 @@ def score_prompt_images(
 ) -> list[dict]:  # per image: scores, category and objects, each keyed by the reward's name
     """Score images with rewards, and collect the categories and objects that some rewards report.
 
-    A category is a text, and the objects of an image are a list with 1 for each requested object that it shows and 0 for
-    each other one. A reward that reports neither has an entry only in `scores`.
+    A user's reward gets a tensor, as in training, unless the images are PIL images of several sizes. A category is a text,
+    and the objects of an image are a list with 1 for each requested object that it shows and 0 for each other one. A
+    reward that reports neither has an entry only in `scores`.
     """
     scores = {}
     objects = {}  # reward -> for each image, whether it shows each requested object
     for name, scorer in scorers.items():
+        its_images = images
+        if ":" in name and not isinstance(images, torch.Tensor):
+            if len({image.size for image in images}) == 1:
+                its_images = images_to_tensor(images)
         scores[name] = rewards.score_images(
-            name, scorer, images, prompts, records=records, groups=groups
+            name, scorer, its_images, prompts, records=records, groups=groups
         ).tolist()
-    for name, scorer in scorers.items():
         if hasattr(scorer, "objects"):
-            objects[name] = scorer.objects(images, prompts)
+            objects[name] = scorer.objects(its_images, prompts)
     results = []
     for n, prompt in enumerate(prompts):
         categories = {}

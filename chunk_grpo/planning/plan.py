@@ -407,6 +407,13 @@ def _describe_device(
     for part, size in parts.items():
         if size:
             rows.append((f"  {part}", f"{size / 1e9:.2f} GB"))
+    uncounted = [
+        reward
+        for reward in dict.fromkeys([*reward_weights(settings), *evaluated_rewards(settings)])
+        if ":" in reward and not settings.reward_options.get(reward, {}).get("url")
+    ]
+    if uncounted:
+        rows.append(("  not counted", f"the memory of your rewards {', '.join(uncounted)}"))
     rows.append(
         (
             "  at once",

@@ -8,12 +8,14 @@ __all__ = ['LARGEST_ON_CPU', 'choose_training_device', 'choose_image_device', 'm
 
 # %% ../../nbs/06_planning/04_processes.ipynb #6401cbe7
 import warnings
+from pathlib import Path
 
 import torch
 
 from .. import InputError
 from ..core import machine
 from ..core.settings import Settings, list_presets
+from ..core.validation import read_yaml_file
 from ..models.activations import fit_update_batch
 from ..models.cost import find_model_config, model_sizes
 from .counts import images_per_iteration
@@ -91,8 +93,12 @@ def find_preset_processes(
 ) -> int | None:
     """Return the number of processes on the machine that a preset is made for.
 
-    Returns None for a settings file and for a preset that is not made for a particular machine.
+    A settings file has the number of the preset that its line `like` names. Returns None for any other file, and for a preset
+    that is not made for a particular machine.
     """
+    if source and Path(source).is_file():
+        like = read_yaml_file(Path(source)).get("like")
+        return find_preset_processes(like) if isinstance(like, str) else None
     processes = {"paper/eight-gpu-full": 8, "paper/one-h200-lora": 1, "paper/one-24gb-lora": 1}
     for name, (_, count) in machine_presets().items():
         processes[name] = count

@@ -15,7 +15,7 @@ import httpx
 
 import chunk_grpo
 from .. import InputError
-from ..arguments import checked, path_argument
+from ..arguments import checked, int_at_least, path_argument
 from ..core import settings as setting
 from ..core.files import atomic_write
 from ..models import adapters, inputs
@@ -64,15 +64,17 @@ def _export_adapter(
         adapters.write_adapter(start_adapter, folder, layout, adapters.START_FILE)
 
 
-@checked(run=path_argument(), folder=path_argument())
+@checked(run=path_argument(), folder=path_argument(), checkpoint=int_at_least(1) | None)
 def export_run(
     run: Path | str,  # a run's folder, finished or with a checkpoint
     folder: Path | str,  # a new folder
     trust: bool = False,  # load and copy the models that a run from another machine names, and quote its prompts
     # format of the adapter's file; ComfyUI reads kohya too
     layout: Literal["diffusers", "peft", "kohya"] = "diffusers",
+    checkpoint: int
+    | None = None,  # iterations after which a checkpoint was written; None: newest weights
 ) -> Path:  # `folder`, as an absolute path
-    """Export a run's newest weights, with a model card that explains how to sample with diffusers.
+    """Export a run's newest weights, or those of a checkpoint, with a model card that explains how to sample with diffusers.
 
     An adapter is written with a scale of 1, so that every program that reads it computes the same. If all weights
     were trained, the folder is a whole pipeline. Raises InputError if the folder is not new, the layout does not fit, the
@@ -95,7 +97,7 @@ def export_run(
             f"{settings.model!r}; inspect that model, then add --trust"
         )
     run_folder.check_trust(run, trust, action="exporting", loads_rewards=False)
-    weights = run_images.find_newest_weights(run)
+    weights = run_images.find_weights(run, checkpoint)
     inputs_used = ["model"]
     prompts = read_held_out_prompts(settings) if trust or run_folder.is_own_run(run) else []
     if prompts:

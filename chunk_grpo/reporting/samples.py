@@ -188,6 +188,7 @@ def _write_samples(
     seeds=Sequence[int_at_least(0)],
     out=path_argument() | None,
     changes=Mapping[str, Any] | Sequence[str],
+    checkpoint=int_at_least(1) | None,
 )
 def sample_run(
     run: Path | str,  # a run's folder, finished or with a checkpoint
@@ -199,8 +200,10 @@ def sample_run(
     changes: Mapping | Sequence[str] = (),  # evaluation settings to change, like {"eval_steps": 20}
     log: Callable[[str], None] = lambda text: None,  # called with each line of progress
     trust: bool = False,  # load the models and run the code that a run from another machine names
+    checkpoint: int
+    | None = None,  # iterations after which a checkpoint was written; None: newest weights
 ) -> list[dict]:  # a dictionary per image
-    """Sample images of your prompts with a run's newest weights, one per prompt, arm and seed.
+    """Sample images of your prompts with a run's newest weights, or those of a checkpoint, one per prompt, arm and seed.
 
     Each image is a dictionary with the keys prompt, number (position in `prompts`), arm, split, seed, generator_seed, image
     (a PIL image) and, if files are written, file. Raises InputError for bad arguments, for a run that is not trusted, and if
@@ -214,7 +217,7 @@ def sample_run(
     seeds = list(seeds) or [settings.eval_seed]
     _check_sample_arguments(prompts, seeds, out)
     _check_source_images(prompts, settings)
-    weights = run_images.find_newest_weights(run)
+    weights = run_images.find_weights(run, checkpoint)
     inputs_used = ["model"]
     if read_held_out_prompts(settings):
         inputs_used.append("eval_prompts")
@@ -272,7 +275,7 @@ def sample_widget(
     settings = evaluating.evaluation_settings(run, changes)
     run_folder.check_trust(run, trust, action="sampling from", loads_rewards=False)
     chosen = choose_arms(settings, arms)
-    weights = run_images.find_newest_weights(run)
+    weights = run_images.find_weights(run)
     run_folder.check_run_inputs(run, settings)
     model = run_images.load_trained_policy(Path(run), settings, folder=weights)
 

@@ -55,7 +55,9 @@ from chunk_grpo.core.settings import (
     Settings,
     check_processes,
     check_resume,
+    diff_settings,
     load_recorded_settings,
+    RESUME_ROUNDING_FIELDS,
     named_code,
     reward_weights,
 )
@@ -677,9 +679,16 @@ def create_run(
             settings = settings.model_copy(update=recorded)
             if not done:
                 trained_with = run_info.get("processes", processes)
-                if trained_with != processes and (out / "checkpoints").is_dir():
+                changes = []
+                if trained_with != processes:
+                    changes.append(f"{trained_with} processes and resumes with {processes}")
+                before, _ = load_recorded_settings(run_info["settings"])
+                for name, (old, new) in diff_settings(before, settings).items():
+                    if name in RESUME_ROUNDING_FIELDS:
+                        changes.append(f"`{name}` {old} and resumes with {new}")
+                if changes and (out / "checkpoints").is_dir():
                     warnings.warn(
-                        f"the run {out} was trained with {trained_with} processes and resumes with {processes}, so its "
+                        f"the run {out} was trained with {', with '.join(changes)}, so its "
                         "weights will differ by rounding from those of an uninterrupted run",
                         stacklevel=1,
                     )

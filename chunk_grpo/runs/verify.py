@@ -15,7 +15,12 @@ from safetensors.torch import load_file
 
 from .. import InputError
 from ..core.files import hash_files, temporary_folder
-from ..core.settings import RESUME_CHANGEABLE_FIELDS, Settings, load_settings
+from chunk_grpo.core.settings import (
+    RESUME_CHANGEABLE_FIELDS,
+    RESUME_ROUNDING_FIELDS,
+    Settings,
+    load_settings,
+)
 from ..core import machine
 from . import launch, run_folder
 from ..training import checkpoints
@@ -73,7 +78,7 @@ def _setting_changes(
     current: Mapping,  # settings in run.json
 ) -> list[str]:
     """Return one sentence per setting that differs and may not change on resume."""
-    changeable = {*RESUME_CHANGEABLE_FIELDS, "iterations"}
+    changeable = {*RESUME_CHANGEABLE_FIELDS, *RESUME_ROUNDING_FIELDS, "iterations"}
     return [
         f"run.json was changed: its setting `{name}` is {current[name]!r}, and was {recorded[name]!r} in training"
         for name in recorded

@@ -190,7 +190,15 @@ class Logger(Callback):
                 k: v if isinstance(v, (int, float)) else str(v)
                 for k, v in state.settings.model_dump(mode="json").items()
             }
-            state.accelerator.init_trackers("chunk_grpo", config=flat)
+            # The name and the id of the run, so that a resumed run continues its curves where a tracker can.
+            name = state.run.name
+            options = {
+                "wandb": {"name": name, "id": state.run_id or None, "resume": "allow"},
+                "trackio": {"name": name, "resume": "allow"},
+                "swanlab": {"experiment_name": name},
+                "mlflow": {"run_name": name},
+            }
+            state.accelerator.init_trackers("chunk_grpo", config=flat, init_kwargs=options)
 
     def on_log(self, state, line: dict) -> None:
         """Append the line to metrics.jsonl, pass its numbers and images to the trackers, and log it."""
