@@ -2322,6 +2322,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                          'chunk_grpo/runs/verify.py'),
                                         'chunk_grpo.runs.verify._recorded_packages': ( '09_runs/verify.html#_recorded_packages',
                                                                                        'chunk_grpo/runs/verify.py'),
+                                        'chunk_grpo.runs.verify._rounding_changes': ( '09_runs/verify.html#_rounding_changes',
+                                                                                      'chunk_grpo/runs/verify.py'),
                                         'chunk_grpo.runs.verify._setting_changes': ( '09_runs/verify.html#_setting_changes',
                                                                                      'chunk_grpo/runs/verify.py'),
                                         'chunk_grpo.runs.verify.compare_lines': ( '09_runs/verify.html#compare_lines',

@@ -616,6 +616,11 @@ def test_a_preset_carries_its_processes(gpus, wanted, monkeypatch, tmp_path):
     assert choose_processes(run_settings, "machines/8x80gb-full-flux1-dev") == wanted
     assert choose_processes(run_settings, "paper/chunk") == 1
     assert choose_processes(run_settings, str(mine)) == wanted
+    # With prompts that eight processes cannot share, `train` uses one, and so does `plan`.
+    mine.write_text("like: machines/8x80gb-full-flux1-dev\nprompts_per_iteration: 4\n")
+    assert choose_processes(settings.load_settings(mine), str(mine)) == 1
+    said = CliRunner().invoke(main.app, ["plan", str(mine), "--device", "h100"]).output
+    assert ", 1 process\n" in said
     said = CliRunner().invoke(main.app, ["plan", "paper/eight-gpu-full", "--device", "h100"]).output
     assert ", 8 processes" in said
 

@@ -28,7 +28,7 @@ from chunk_grpo.planning import disk
 from chunk_grpo.planning.disk import check_disk_space
 from chunk_grpo.reporting import reports
 from chunk_grpo.reporting.reports import compare_runs, write_run_report
-from chunk_grpo.runs import launch, run_folder
+from chunk_grpo.runs import launch, run_folder, verify
 from chunk_grpo.training import checkpoints
 from chunk_grpo.training.callbacks import Callback
 
@@ -794,6 +794,8 @@ def test_settings_of_memory_may_change_on_resume_with_a_warning(tmp_path):
     with pytest.warns(UserWarning, match="`update_batch` .* and resumes with 2, .* by rounding"):
         launch.train(smaller, out, resume=True)
     assert run_folder.read_run_info(out)["settings"]["update_batch"] == 2
+    changes, unchecked = verify.find_changes(out, run_folder.read_run_info(out))
+    assert not changes and any("`update_batch` was" in text for text in unchecked)
     found, expected = run_folder.read_metrics_lines(out), run_folder.read_metrics_lines(whole)
     assert [line["iteration"] for line in found] == [line["iteration"] for line in expected]
     for name in ("reward_mean", "grad_norm"):

@@ -149,9 +149,21 @@ def test_a_run_that_goes_on_is_sampled_from_its_checkpoint(tmp_path, monkeypatch
     assert (
         "after 2 of 3 iterations" in (export_run(run, tmp_path / "mine") / "README.md").read_text()
     )
+    # A finished run is exported and sampled from its final weights, unless a checkpoint is named.
+    (run / "other").rename(run / "final")
+    for words, done in (([], 3), (["--checkpoint", "2"], 2)):
+        folder = tmp_path / f"exported-{done}"
+        answer = CliRunner().invoke(main.app, ["export", str(run), str(folder), *words])
+        assert answer.exit_code == 0, answer.output
+        assert f"after {done} of 3 iterations" in (folder / "README.md").read_text()
+    words = ["sample", str(run), PROMPTS[0], "--arm", "plain", "--checkpoint", "2"]
+    answer = CliRunner().invoke(main.app, [*words, "--out", str(tmp_path / "drawn")])
+    assert answer.exit_code == 0, answer.output
+    assert "iteration 2" in read_json(tmp_path / "drawn/samples.json")["weights"]
+
     (run / "checkpoints/000002/weights.safetensors").write_bytes(b"cut")
     with pytest.raises(InputError, match="damaged"):
-        sample_run(run, PROMPTS[:1])
+        sample_run(run, PROMPTS[:1], checkpoint=2)
 
 
 def test_an_interrupted_continuation_counts_by_its_checkpoint(tmp_path, monkeypatch):

@@ -374,6 +374,12 @@ def test_resume_refuses_another_run():
     ):
         with pytest.raises(InputError, match=part):
             settings.check_resume(old, settings.load_settings(changed))
+    smaller = settings.load_settings({"update_batch": 1})
+    settings.check_resume(old, smaller)
+    with pytest.raises(
+        InputError, match="`update_batch`"
+    ):  # as for an arm of a study that continues another
+        settings.check_resume(old, smaller, rounding=False)
 
 
 def test_processes_share_the_prompts():

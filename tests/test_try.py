@@ -103,7 +103,7 @@ def protocol(tmp_path) -> Path:
         "first_seed": 400,
         "reference": "steps",
         "arms": {
-            "steps": {"method": "steps"},
+            "steps": {"chunks": "steps"},
             "whole": {"method": "whole"},
             "longer": {"method": "whole", "iterations": 2},
         },

@@ -128,7 +128,7 @@ def plan(
     # The preset's number of processes, or the fastest number on this machine; one for a named device.
     if processes is None:
         processes = find_preset_processes(source)
-        if not processes:
+        if not processes or run_settings.prompts_per_iteration % processes:
             references = len(method.reference_decays)
             processes = 1 if device else choose_processes(run_settings, None, references)
 

@@ -1929,13 +1929,16 @@ def diff_settings(
 def check_resume(
     old: Settings,  # settings with which the run began
     new: Settings,  # settings with which it is to be resumed
+    rounding: bool = True,  # whether results may differ by rounding
 ) -> None:
     """Raise InputError if a resumed run would differ from the run that began.
 
-    Only the fields in RESUME_CHANGEABLE_FIELDS and RESUME_ROUNDING_FIELDS may change, and `iterations` may be raised,
-    unless the learning rate falls to 0 over all `iterations`.
+    Only the fields in RESUME_CHANGEABLE_FIELDS may change, with `rounding` also those in RESUME_ROUNDING_FIELDS, and
+    `iterations` may be raised, unless the learning rate falls to 0 over all `iterations`.
     """
-    changeable = (*RESUME_CHANGEABLE_FIELDS, *RESUME_ROUNDING_FIELDS)
+    changeable = RESUME_CHANGEABLE_FIELDS
+    if rounding:
+        changeable = (*changeable, *RESUME_ROUNDING_FIELDS)
     changed = {
         name: values for name, values in diff_settings(old, new).items() if name not in changeable
     }

@@ -87,8 +87,8 @@ def _hashes_of_loaded_files(
 
 def find_weights(
     run: Path | str,  # the run folder
-    checkpoint: int
-    | None = None,  # iterations after which a checkpoint was written; None: newest weights
+    # number of iterations after which the checkpoint was written; None: newest weights
+    checkpoint: int | None = None,
 ) -> Path:  # final/, or a checkpoint
     """Verify a run's newest trained weights, or those of a checkpoint, and return their folder.
 
@@ -101,15 +101,15 @@ def find_weights(
         hash_trained_weights(run)
         return file_of_run(run, "final")
     names = [folder.name for folder in checkpoints.list_checkpoints(run)]
-    if checkpoint is not None and f"{checkpoint:06d}" not in names:
-        stored = ", ".join(str(int(name)) for name in names) or "none"
-        raise InputError(
-            f"`checkpoint` must be the number of iterations after which {run} has a checkpoint, one of {stored}; got "
-            f"{checkpoint}"
-        )
-    if not names:
+    if checkpoint is None and not names:
         raise InputError(
             f"the run must have trained weights; {run} has neither final weights nor a checkpoint yet"
+        )
+    if checkpoint is not None and f"{checkpoint:06d}" not in names:
+        stored = ", ".join(str(int(name)) for name in names)
+        allowed = f"one of {stored}" if names else "but it has none"
+        raise InputError(
+            f"`checkpoint` must be the number of iterations after which {run} has a checkpoint, {allowed}; got {checkpoint}"
         )
     name = names[-1] if checkpoint is None else f"{checkpoint:06d}"
     folder = file_of_run(run, f"checkpoints/{name}")

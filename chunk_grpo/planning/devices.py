@@ -119,18 +119,25 @@ def measure_matmul_rate(
     """
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     on_gpu = device.type == "cuda"
-    size = 1024
-    if on_gpu:
-        size = 8192
-    elif dtype != "float32":
-        size = 256  # a CPU without this number format takes seconds for a larger product
     threads = 1 if on_gpu else torch.get_num_threads()
-    a = torch.rand(size, size, dtype=getattr(torch, dtype), device=device)
     # On a CPU measure CPU time, which excludes the time in which this process waits for a core.
     clock = {} if on_gpu else {"timer": time.process_time}
-    timer = Timer("a @ a", globals={"a": a}, num_threads=1, **clock)
-    times = timer.blocked_autorange(min_run_time=seconds).times
-    return threads * 2 * size**3 / min(times)
+
+    def measure_rate(size: int, seconds: float) -> float:
+        """Measure the rate with square matrices of this size, in operations per second of one thread."""
+        a = torch.rand(size, size, dtype=getattr(torch, dtype), device=device)
+        timer = Timer("a @ a", globals={"a": a}, num_threads=1, **clock)
+        times = timer.blocked_autorange(min_run_time=seconds).times
+        return 2 * size**3 / min(times)
+
+    if on_gpu:
+        return measure_rate(8192, seconds)
+    # Large matrices reach a higher rate, but a CPU without this number format takes seconds for them.
+    size, small_size = 1024, 256
+    rate = measure_rate(small_size, seconds / 10)
+    if 2 * size**3 / rate < seconds:
+        rate = measure_rate(size, seconds)
+    return threads * rate
 
 # %% ../../nbs/06_planning/03_devices.ipynb #3843bdbd
 # Share of a device's rate that is assumed if none was measured; it is between two that were measured on the H200.

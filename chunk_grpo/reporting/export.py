@@ -71,8 +71,8 @@ def export_run(
     trust: bool = False,  # load and copy the models that a run from another machine names, and quote its prompts
     # format of the adapter's file; ComfyUI reads kohya too
     layout: Literal["diffusers", "peft", "kohya"] = "diffusers",
-    checkpoint: int
-    | None = None,  # iterations after which a checkpoint was written; None: newest weights
+    # number of iterations after which the checkpoint was written; None: newest weights
+    checkpoint: int | None = None,
 ) -> Path:  # `folder`, as an absolute path
     """Export a run's newest weights, or those of a checkpoint, with a model card that explains how to sample with diffusers.
 

@@ -200,8 +200,8 @@ def sample_run(
     changes: Mapping | Sequence[str] = (),  # evaluation settings to change, like {"eval_steps": 20}
     log: Callable[[str], None] = lambda text: None,  # called with each line of progress
     trust: bool = False,  # load the models and run the code that a run from another machine names
-    checkpoint: int
-    | None = None,  # iterations after which a checkpoint was written; None: newest weights
+    # number of iterations after which the checkpoint was written; None: newest weights
+    checkpoint: int | None = None,
 ) -> list[dict]:  # a dictionary per image
     """Sample images of your prompts with a run's newest weights, or those of a checkpoint, one per prompt, arm and seed.
 

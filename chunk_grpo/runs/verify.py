@@ -7,6 +7,7 @@ __all__ = ['find_changes', 'compare_lines', 'weights_difference', 'find_conditio
            'verification_lines']
 
 # %% ../../nbs/09_runs/03_verify.ipynb #576683a8
+import contextlib
 import math
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -104,6 +105,26 @@ def _metrics_changes(
     return changes
 
 
+def _rounding_changes(
+    folders: Iterable[Path],  # checkpoints of a run, the oldest first
+    current: Mapping,  # settings in run.json
+) -> list[str]:
+    """Return one sentence per setting that changed on resume and that changes results by rounding."""
+    sentences = {}
+    for folder in folders:
+        with contextlib.suppress(
+            InputError, FileNotFoundError
+        ):  # `_checkpoint_changes` reports these
+            recorded = checkpoints.read_manifest(folder).get("settings") or {}
+            for name in RESUME_ROUNDING_FIELDS:
+                if name in recorded and recorded[name] != current.get(name, recorded[name]):
+                    sentences[name] = (
+                        f"`{name}` was {recorded[name]!r} up to iteration {int(folder.name)} and is {current[name]!r} now, so "
+                        "repeated numbers may differ by rounding"
+                    )
+    return list(sentences.values())
+
+
 def find_changes(
     run: Path,  # the run folder
     run_info: Mapping,  # content of its run.json
@@ -115,6 +136,7 @@ def find_changes(
     folders = checkpoints.list_checkpoints(run)
     changes = [text for folder in folders for text in _checkpoint_changes(run, folder, run_info)]
     unchecked = [] if folders else ["there are no checkpoints to compare"]
+    unchecked += _rounding_changes(folders, run_info["settings"])
     if (run / "final").is_dir():
         if run_info.get("final_sha256"):
             changes += _file_changes(run, "final", run_info["final_sha256"])

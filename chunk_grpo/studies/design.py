@@ -303,7 +303,7 @@ def _arm_settings(
             raise InputError(f"arm {arm} of the study {home.name}: {error}") from None
     for arm, before in study.after.items():
         try:
-            setting.check_resume(settings[before], settings[arm])
+            setting.check_resume(settings[before], settings[arm], rounding=False)
         except InputError as error:
             raise InputError(
                 f"arm {arm} of the study {home.name} cannot continue {before}: {error}"

@@ -760,20 +760,20 @@ def build_page(
     own_arm = next(iter(study.arms))
     table = comparison_table(rows, study, own_arm)
     tuned = read_tuned(plan)
+    base = setting.load_settings(plan / "base.yaml")
     settings = []
     for arm, best in tuned.items():
         changed = [f"{name}={value}" for name, value in study.arms[arm].items() if name != "method"]
         settings.append(
             {
                 "arm": arm,
-                "method": ", ".join([study.arms[arm]["method"], *changed]),
+                "method": ", ".join([study.arms[arm].get("method", base.method), *changed]),
                 "tuned": ", ".join(f"{name}={value}" for name, value in best["settings"].items()),
                 "points tried": str(len(best["points"])),
                 "gain on validation prompts": format_number(best["gain"], signed=True),
                 "best value at the edge": ", ".join(best["edge"]),
             }
         )
-    base = setting.load_settings(plan / "base.yaml")
     test_prompts = study.evaluation.get("eval_prompts") or base.eval_prompts
     prompt_count = len(read_prompts(test_prompts))
     images_per_prompt = study.evaluation.get("eval_images", base.eval_images)

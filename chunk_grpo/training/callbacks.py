@@ -8,6 +8,7 @@ __all__ = ['MAX_IDLE_ITERATIONS', 'StopTraining', 'Callback', 'load_callback', '
 
 # %% ../../nbs/07_training/16_callbacks.ipynb #c3b10001
 import functools
+import hashlib
 import math
 import statistics
 from collections.abc import Callable, Sequence
@@ -190,11 +191,13 @@ class Logger(Callback):
                 k: v if isinstance(v, (int, float)) else str(v)
                 for k, v in state.settings.model_dump(mode="json").items()
             }
-            # The name and the id of the run, so that a resumed run continues its curves where a tracker can.
+            # A resumed run continues its curves where a tracker can. The key tells apart runs of one name, and a run from
+            # a copy of its folder.
             name = state.run.name
+            key = hashlib.sha256(f"{state.run_id}/{name}".encode()).hexdigest()[:16]
             options = {
-                "wandb": {"name": name, "id": state.run_id or None, "resume": "allow"},
-                "trackio": {"name": name, "resume": "allow"},
+                "wandb": {"name": name, "id": key, "resume": "allow"},
+                "trackio": {"name": f"{name}-{key[:8]}", "resume": "allow"},
                 "swanlab": {"experiment_name": name},
                 "mlflow": {"run_name": name},
             }
