@@ -2276,6 +2276,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                         'chunk_grpo/runs/run_folder.py'),
                                             'chunk_grpo.runs.run_folder.create_run': ( '09_runs/run_folder.html#create_run',
                                                                                        'chunk_grpo/runs/run_folder.py'),
+                                            'chunk_grpo.runs.run_folder.evaluation_folder_name': ( '09_runs/run_folder.html#evaluation_folder_name',
+                                                                                                   'chunk_grpo/runs/run_folder.py'),
                                             'chunk_grpo.runs.run_folder.file_of_run': ( '09_runs/run_folder.html#file_of_run',
                                                                                         'chunk_grpo/runs/run_folder.py'),
                                             'chunk_grpo.runs.run_folder.find_run': ( '09_runs/run_folder.html#find_run',

@@ -15,16 +15,18 @@ import synthetic
 import torch
 import typer
 from commands import command, environment, server
+from typer.testing import CliRunner
 
 from chunk_grpo import InputError
-from chunk_grpo.cli import training
+from chunk_grpo.cli import main, training
 from chunk_grpo.core import settings
-from chunk_grpo.core.files import read_json, write_json
+from chunk_grpo.core.files import check_outside_runs, read_json, write_json
 from chunk_grpo.core.statistics import bootstrap_images
 from chunk_grpo.evaluation import evaluate, parts, run_images
 from chunk_grpo.models import trainable
 from chunk_grpo.planning.plan import describe_counts
 from chunk_grpo.runs import run_folder
+from chunk_grpo.training import checkpoints
 
 SMALL = {
     "eval_images": 2,
@@ -320,6 +322,66 @@ def test_another_version_of_a_reward_starts_another_evaluation(run, tmp_path):
     }
     digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
     assert folder("incompressibility").name == digest[:12]
+
+
+def test_checkpoints_of_an_unfinished_run_are_evaluated_beside_one_another(run, monkeypatch):
+    """The weights of a checkpoint give the scores that they would give as final weights."""
+    final = evaluate.evaluate(run, trust=True)
+    run_settings = run_folder.read_run_settings(run)
+    run_folder.update_run_json(run, run_id="one", status="running")
+    run_info = read_json(run / "run.json")
+    identity = {"run_id": "one", "settings": run_info["settings"]}
+    names = ("max_tokens", "lora_rank", "lora_targets")
+    options = {name: getattr(run_settings, name) for name in names}
+    model = trainable.load_trainable_policy("pocket", resolution=64, **options)
+    with torch.no_grad():
+        for p in model.trained:
+            p.mul_(1.02)
+    rest = {"seconds": 1.0, "seconds_cpu": 1.0, "ema_step": 0}
+    for iteration, factor in ((2, 1.0), (4, 1.1)):
+        weights = {str(i): p.detach() * factor for i, p in enumerate(model.trained)}
+        checkpoints.write_checkpoint(run, iteration, {"weights": weights}, rest, identity=identity)
+    shutil.rmtree(run / "final")
+    shutil.rmtree(run / "evaluation")
+
+    with pytest.raises(InputError, match="evaluate one of its checkpoints with `checkpoint`"):
+        evaluate.evaluate(run, trust=True)
+    with pytest.raises(InputError, match="`checkpoint` must be .*, one of 2, 4; got 3"):
+        evaluate.evaluate(run, trust=True, checkpoint=3)
+    assert sorted(file.name for file in run.glob("evaluation*")) == []
+
+    first = evaluate.evaluate(run, trust=True, checkpoint=2)
+    assert first == final | {"checkpoint": 2}
+    words = ["evaluate", str(run), "--checkpoint", "4", "--processes", "2", "--trust"]
+    answer = CliRunner().invoke(main.app, words)
+    assert answer.exit_code == 0, answer.output
+    second = run_folder.read_evaluation_summary(run, 4)
+    name = "tiny_rewards:counted_red"
+    assert second["rewards"][name]["base"] == first["rewards"][name]["base"]
+    assert second["rewards"][name]["plain"] != first["rewards"][name]["plain"]
+    assert run_folder.read_evaluation_summary(run, 2) == first
+    assert run_folder.read_evaluation_summary(run) is None
+    folders = ["evaluation-000002", "evaluation-000004"]
+    assert sorted(file.name for file in run.glob("evaluation*")) == folders
+    page = (run / "evaluation-000004/report.html").read_text()
+    assert "The weights are those after 4 iterations." in page
+
+    # A benchmark has a folder per checkpoint, too.
+    monkeypatch.chdir(run.parent)
+    Path("two.txt").write_text("a red star\na blue ring\n")
+    for checkpoint in ("2", "4"):
+        words = ["evaluate", str(run), "eval_rewards=[]", "--benchmark", "two.txt", "--no-report"]
+        options = ["--checkpoint", checkpoint, "--rewards", "pocket-clip", "--processes", "1"]
+        answer = CliRunner().invoke(main.app, [*words, *options, "--trust"])
+        assert answer.exit_code == 0, answer.output
+    scores_by_checkpoint = [
+        read_json(run / f"benchmarks/two-{checkpoint}/summary.json")["rewards"]["pocket-clip"]
+        for checkpoint in ("000002", "000004")
+    ]
+    assert scores_by_checkpoint[0]["base"] == scores_by_checkpoint[1]["base"]
+    assert scores_by_checkpoint[0]["plain"] != scores_by_checkpoint[1]["plain"]
+    with pytest.raises(InputError, match="`--out` must be outside .*evaluation-000004"):
+        check_outside_runs(run / "evaluation-000004/mine", "`--out`")
 
 
 def test_training_stands_whatever_becomes_of_its_evaluation(tmp_path, capsys):

@@ -392,11 +392,19 @@ def test_a_new_evaluation_renews_the_report_that_shows_the_old_one(tmp_path, mon
     written = []
     summary = run_folder.read_evaluation_summary(run)
     monkeypatch.setattr(commands, "evaluate_with_progress", lambda *_, **__: summary)
-    monkeypatch.setattr(reports, "write_run_report", lambda run, name="train": written.append(name))
+    monkeypatch.setattr(
+        reports,
+        "write_run_report",
+        lambda run, name="train", checkpoint=None: written.append((name, checkpoint)),
+    )
     commands.evaluate_heldout(run, [], 0)
     (run / "report.html").write_text("the scores before")
     commands.evaluate_heldout(run, [], 0)
-    assert written == ["evaluate", "evaluate", "train"] and "renewed" in capsys.readouterr().out
+    assert written == [("evaluate", None), ("evaluate", None), ("train", None)]
+    assert "renewed" in capsys.readouterr().out
+    # The report of the training does not show the evaluation of a checkpoint.
+    commands.evaluate_heldout(run, [], 0, checkpoint=20)
+    assert written[3:] == [("evaluate", 20)]
 
 
 def test_the_checkers_no_has_its_reason(tmp_path):

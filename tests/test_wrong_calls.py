@@ -240,10 +240,15 @@ WRONG = {
         "changes": CHANGES,
         "arms": (5, "base", ["base"], [], {"base": "0"}, {"base": 0.5}, {1: 0}),
         "processes": COUNTS,
+        "checkpoint": (0, -1, 0.5, "2", True, [2], NAN),
     },
     "read_metrics": {"run": PATHS},
     "compare_runs": {"runs": (None, 5, "runs/one", b"x", [], [5], [None], [""], {}, [RUN])},
-    "write_run_report": {"run": (*PATHS, RUN), "name": (None, 5, [], "trian", "")},
+    "write_run_report": {
+        "run": (*PATHS, RUN),
+        "name": (None, 5, [], "trian", ""),
+        "checkpoint": (0, "2", True),
+    },
     "sample_run": {
         "run": (*PATHS, RUN),
         "prompts": (*LISTS_OF_TEXTS, [], [""]),

@@ -39,16 +39,20 @@ def evaluate_with_progress(
     processes: int = 0,  # 0: as many as the run had
     log: Callable[[str], None] = typer.echo,  # called with each line of progress
     trust: bool = False,  # execute code that a run from another machine names
-) -> dict:  # content of evaluation/summary.json
+    checkpoint: int | None = None,  # see `evaluate`; None: final weights
+) -> dict:  # content of summary.json
     """Evaluate a run on its held-out prompts, print lines of progress, and return the summary.
 
     If it is interrupted, it prints how to resume and ends the command.
     """
     from chunk_grpo.evaluation import evaluate as evaluation  # here, since it imports diffusers
 
-    command = shlex.join(["chunk-grpo", "evaluate", str(run), *overrides])
+    options = [] if checkpoint is None else ["--checkpoint", str(checkpoint)]
+    command = shlex.join(["chunk-grpo", "evaluate", str(run), *options, *overrides])
     with exit_if_interrupted(lambda: f"finished images are kept; continue with: {command}"):
-        return evaluation.evaluate(run, log, overrides, processes=processes, trust=trust)
+        return evaluation.evaluate(
+            run, log, overrides, processes=processes, trust=trust, checkpoint=checkpoint
+        )
 
 
 def evaluate_heldout(
@@ -58,6 +62,7 @@ def evaluate_heldout(
     as_json: bool = False,  # print the summary as JSON instead of the means
     report: bool = True,  # write the reports of the evaluation and of the run
     trust: bool = False,  # execute code that a run from another machine names
+    checkpoint: int | None = None,  # evaluate this checkpoint; None: final weights
 ) -> None:
     """Evaluate a run on its held-out prompts, print the means or the summary, and write the reports."""
 
@@ -66,15 +71,21 @@ def evaluate_heldout(
         typer.echo(escape_control_characters(text), err=as_json)
 
     summary = evaluate_with_progress(
-        run=run, overrides=overrides, processes=processes, log=log, trust=trust
+        run=run,
+        overrides=overrides,
+        processes=processes,
+        log=log,
+        trust=trust,
+        checkpoint=checkpoint,
     )
     print_json(summary) if as_json else print_means(summary)
     if not report:
         return
     from chunk_grpo.reporting import reports  # after the evaluation, since it imports matplotlib
 
-    log(f"report: {reports.write_run_report(run, 'evaluate')}")
-    if (run / "report.html").is_file():  # it still shows the previous evaluation
+    log(f"report: {reports.write_run_report(run, 'evaluate', checkpoint)}")
+    # The report of the training still shows the previous evaluation of the final weights.
+    if checkpoint is None and (run / "report.html").is_file():
         log(f"renewed: {reports.write_run_report(run)}")
 
 # %% ../../nbs/14_cli/03_evaluation.ipynb #76d7ef5e
@@ -167,6 +178,12 @@ def evaluate(
         ),
     ] = "",
     out: Annotated[Path | None, typer.Option(help="Folder for the scores of --images.")] = None,
+    checkpoint: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Evaluate the checkpoint after this many iterations, not final weights."
+        ),
+    ] = None,
     report: Annotated[bool, typer.Option(help="Write the report.")] = True,
     trust: TrustOption = False,
     as_json: JsonOption = False,
@@ -184,7 +201,7 @@ def evaluate(
         )
     if images:
         ignored = {"RUN": str(run or ""), "NAME=VALUE": " ".join(overrides or ())}
-        ignored |= {"--processes": processes, "--trust": trust}
+        ignored |= {"--processes": processes, "--trust": trust, "--checkpoint": checkpoint}
         check_options_have_effect(ignored, "only without `--images`")
     else:
         check_options_have_effect({"--out": str(out or "")}, "only with `--images`")
@@ -203,6 +220,7 @@ def evaluate(
             as_json=as_json,
             report=report,
             trust=trust,
+            checkpoint=checkpoint,
         )
     from chunk_grpo.evaluation import benchmarks, judge  # these here, since they import torch
     from chunk_grpo.reporting.reports import write_report
@@ -258,6 +276,7 @@ def evaluate(
             tools=tools,
             log=typer.echo,
             trust=trust,
+            checkpoint=checkpoint,
         )
 
     table = benchmarks.benchmark_table(files.read_json(scores_folder / "summary.json"))

@@ -217,11 +217,7 @@ def atomic_write(
 
 # %% ../../nbs/02_core/01_files.ipynb #43263939
 # Folders in a run that its next evaluation or training replaces
-_REPLACED_FOLDERS = (
-    "evaluation",
-    "evaluation.begun",
-    "samples",
-)
+_REPLACED_FOLDERS = re.compile(r"evaluation(-\d{6}|\.begun)?|samples")
 
 
 def check_outside_runs(
@@ -231,7 +227,7 @@ def check_outside_runs(
     """Raise InputError if the path lies in evaluation/ or samples/ of a run, which its next evaluation or training replaces."""
     real_path = Path(os.path.realpath(Path(path).absolute()))
     for folder in (real_path, *real_path.parents):
-        if folder.name in _REPLACED_FOLDERS and (folder.parent / "run.json").is_file():
+        if _REPLACED_FOLDERS.fullmatch(folder.name) and (folder.parent / "run.json").is_file():
             raise InputError(
                 f"{name} must be outside {folder}, which its run may replace; got {path}"
             )
@@ -395,6 +391,7 @@ class EvaluationSummary(TypedDict, total=False):
     steps: Required[Count]  # the setting `eval_steps`
     split: Required[Count]  # the setting `hybrid_split`
     arms: dict[str, int | None]  # arm -> step from which it uses the base weights; None: never
+    checkpoint: Count  # iterations after which the weights were written; missing: final weights
     rewards: Required[dict[str, _RewardSummary]]
 
 

@@ -66,7 +66,7 @@ from chunk_grpo.runs.processes import (
     format_sampling_progress,
     run_shares,
 )
-from ..runs.run_folder import check_run_inputs, check_trust, run_origin
+from ..runs.run_folder import check_run_inputs, check_trust, file_of_run, run_origin
 
 # %% ../../nbs/10_evaluation/08_benchmarks.ipynb #ea6d0e93
 @dataclass(frozen=True)
@@ -442,17 +442,19 @@ def _name_of_prompt_list(
 
 # %% ../../nbs/10_evaluation/08_benchmarks.ipynb #8a855e0b
 def prepare_benchmark(
-    run: Path,  # folder of a finished run
+    run: Path,  # folder of a run with trained weights
     task: BenchmarkTask,  # prompts and number of images per prompt
     out: Path,  # the benchmark's folder, which gets manifest.json
     changes: Mapping | Sequence[str] = (),  # changed settings, see `evaluation_settings`
+    checkpoint: int | None = None,  # see `hash_trained_weights`
 ) -> tuple[setting.Settings, dict[str, int | None]]:  # settings, and arm -> split
     """Return the settings and arms of a benchmark, and write its manifest if there is none.
 
-    The manifest, manifest.json, records the prompts, settings and weights of the images. Raises InputError if the run is not
-    finished, or if the folder's images were sampled with other settings or weights.
+    The manifest, manifest.json, records the prompts, settings and weights of the images. Raises InputError if there are no
+    such weights, or if the folder's images were sampled with other settings or weights.
     """
-    find_trained_weights(run)
+    if checkpoint is None:
+        find_trained_weights(run)
     settings = evaluation_settings(run, changes)
     arms = ode_arms(settings)
     file = Path(out) / "manifest.json"
@@ -469,7 +471,7 @@ def prepare_benchmark(
         "guidance": guidance,
         "true_cfg_scale": true_cfg_scale,
         "model_sha256": read_json(Path(run) / "run.json").get("model_sha256"),
-        "trained_sha256": hash_trained_weights(run),
+        "trained_sha256": hash_trained_weights(run, checkpoint),
     }
     if not file.is_file():
         write_json(file, manifest)
@@ -483,13 +485,14 @@ def prepare_benchmark(
 
 # %% ../../nbs/10_evaluation/08_benchmarks.ipynb #ff30d0dc
 def sample_benchmark(
-    run: Path,  # folder of a finished run
+    run: Path,  # folder of a run with trained weights
     task: Sequence,  # arguments of `load_benchmark_task`: name, source and samples
     out: Path,  # the benchmark's folder
     changes: Mapping | Sequence[str] = (),  # changed settings, see `evaluation_settings`
     share: tuple[int, int] = (0, 1),  # index of this process, and the number of processes
     log: Callable[[str], None] = print,  # called with progress messages
     trust: bool = False,  # load and execute what a run from elsewhere names
+    checkpoint: int | None = None,  # see `hash_trained_weights`
 ) -> None:
     """Sample this process's share of a benchmark's missing images, each written completely or not at all.
 
@@ -497,9 +500,12 @@ def sample_benchmark(
     """
     benchmark = load_benchmark_task(*task)
     check_trust(run, trust, changed_setting_names(changes))
-    settings, arms = prepare_benchmark(run, benchmark, out, changes)
+    settings, arms = prepare_benchmark(run, benchmark, out, changes, checkpoint)
+    weights_folder = None  # the final weights
+    if checkpoint is not None:
+        weights_folder = file_of_run(run, f"checkpoints/{checkpoint:06d}")
     with sampling_threads(settings.threads):
-        model = load_trained_policy(run, settings)
+        model = load_trained_policy(run, settings, folder=weights_folder)
         model.negative_prompts = {}  # they belong to the run's prompts, not to the benchmark's
         for arm, split in arms.items():
             folder = Path(out) / arm
@@ -724,7 +730,7 @@ def benchmark_table(
 
 # %% ../../nbs/10_evaluation/08_benchmarks.ipynb #712601d3
 def run_benchmark(
-    folder: Path,  # folder of a finished run
+    folder: Path,  # folder of a run with trained weights
     name: str,  # name of a benchmark, or a file of prompts, see `load_benchmark_task`
     *,
     source: str | Path | None = None,  # the user's file, folder or checkout with the prompts
@@ -736,6 +742,8 @@ def run_benchmark(
     tools: Mapping | None = None,  # see `score_benchmark`
     log: Callable[[str], None] = lambda text: None,  # called with progress messages
     trust: bool = False,  # load and execute what a run from elsewhere names
+    # use the checkpoint after this many iterations, and a folder such as geneval-000050; None: final weights
+    checkpoint: int | None = None,
 ) -> Path:  # the benchmark's folder
     """Sample and score a benchmark with a run's base, trained and hybrid weights, and return its folder.
 
@@ -752,7 +760,8 @@ def run_benchmark(
             f"`benchmark` must be left out for a run whose model edits images, because its prompts have none; "
             f"got {task.name}; `eval_prompts` can name another list"
         )
-    out = Path(folder) / "benchmarks" / task.name
+    folder_name = task.name if checkpoint is None else f"{task.name}-{checkpoint:06d}"
+    out = Path(folder) / "benchmarks" / folder_name
     processes = processes or default_sampling_processes(folder)
     check_run_inputs(folder, settings, ("model",))
     check_guidance(settings)
@@ -776,7 +785,7 @@ def run_benchmark(
     rewards.check_prompts(scorers or {}, task.prompts, "`benchmark`", task.records or None)
     task.load_models(inputs)
 
-    settings, arms = prepare_benchmark(folder, task, out, changes)
+    settings, arms = prepare_benchmark(folder, task, out, changes, checkpoint)
     if any(task.missing_images(out / arm) for arm in arms):
         if processes > 1:
             arguments = {
@@ -785,6 +794,7 @@ def run_benchmark(
                 "out": str(out),
                 "changes": changes,
                 "trust": trust,
+                "checkpoint": checkpoint,
             }
             run_shares(
                 task_name="benchmark",
@@ -793,7 +803,15 @@ def run_benchmark(
                 process_count=processes,
             )
         else:
-            sample_benchmark(folder, (name, source, samples), out, changes, log=log, trust=trust)
+            sample_benchmark(
+                run=folder,
+                task=(name, source, samples),
+                out=out,
+                changes=changes,
+                log=log,
+                trust=trust,
+                checkpoint=checkpoint,
+            )
     score_benchmark(
         task=task,
         arms={arm: out / arm for arm in arms},

@@ -442,9 +442,14 @@ def write_scores(
     write_json(Path(folder) / "summary.json", summary)
 
 
-@checked(run=path_argument(), processes=int_at_least(0), changes=Mapping[str, Any] | Sequence[str])
+@checked(
+    run=path_argument(),
+    processes=int_at_least(0),
+    changes=Mapping[str, Any] | Sequence[str],
+    checkpoint=int_at_least(1) | None,
+)
 def evaluate(
-    run: Path | str,  # folder of a finished run, which gets evaluation/
+    run: Path | str,  # folder of a run with trained weights, which gets evaluation/
     log: Callable[[str], None] = lambda text: None,  # called with lines about the progress
     changes: Mapping | Sequence[str] = (),  # changed settings, see `evaluation_settings`
     # arm -> step at which the base takes over, or None for never; None: the five usual arms
@@ -454,8 +459,10 @@ def evaluate(
     trust: bool = False,  # load and execute what a run from elsewhere names
     # finished run whose evaluation has the same base images, which are copied; None: sample them
     base_run: Path | None = None,
+    # evaluate the checkpoint after this many iterations, in such as evaluation-000050/; None: final weights
+    checkpoint: int | None = None,
 ) -> dict:  # content of summary.json
-    """Evaluate a finished run on all its held-out prompts, write the results, and return the summary.
+    """Evaluate a run's final weights or a checkpoint on all held-out prompts, write the results, and return the summary.
 
     Finished parts of a killed evaluation are not sampled again. The function does not check whether the base images of
     `base_run` are the same. Raises InputError, before anything is sampled, if the settings, the arms or the run's files do
@@ -471,7 +478,7 @@ def evaluate(
     run_folder.check_run_inputs(run, settings)
     check_guidance(settings)
     prompts = read_run_prompts(settings, "eval_prompts")
-    folder = unfinished_evaluation_folder(run, settings, arms, prompts)
+    folder = unfinished_evaluation_folder(run, settings, arms, prompts, checkpoint)
     parts = evaluation_parts(settings, len(prompts), arms)
 
     summary = count_prompts(prompts) | {
@@ -481,6 +488,8 @@ def evaluate(
         "arms": arms,
         "seed": settings.eval_seed,
     }
+    if checkpoint is not None:
+        summary["checkpoint"] = checkpoint
     if AS_TRAINED_ARMS.keys() <= arms.keys():
         names = ("sampler", "steps", "eta", "shift", "resolution")
         summary |= {"as_trained": {name: getattr(settings, name) for name in names}}
@@ -504,6 +513,7 @@ def evaluate(
                 "arms": arms,
                 "folder": str(folder),
                 "trust": trust,
+                "checkpoint": checkpoint,
             }
             run_shares(
                 task_name="evaluation",
@@ -513,7 +523,9 @@ def evaluate(
                 watch=watch,
             )
         elif missing_count:
-            sample_share(run, settings, arms, folder, watch=watch, trust=trust)
+            sample_share(
+                run, settings, arms, folder, watch=watch, trust=trust, checkpoint=checkpoint
+            )
 
         # Summarise all parts in order, and replace an older evaluation.
         records_by_part = read_parts(folder)
@@ -523,5 +535,5 @@ def evaluate(
             "rewards": summarise_evaluation(records),
         }
         write_scores(folder, records, summary)
-        replace_evaluation(folder, run / "evaluation")
+        replace_evaluation(folder, run / run_folder.evaluation_folder_name(checkpoint))
     return summary

@@ -223,6 +223,7 @@ def unfinished_evaluation_folder(
     settings: Settings,  # settings of the evaluation
     arms: Mapping[str, int | None],  # arm -> split
     prompts: list[str],  # all prompts
+    checkpoint: int | None = None,  # see `hash_trained_weights`
 ) -> Path:  # may not exist yet
     """Return the folder RUN/evaluation.begun/HASH, which holds an evaluation until it is finished.
 
@@ -233,7 +234,7 @@ def unfinished_evaluation_folder(
         "settings": settings.model_dump(mode="json", exclude={"threads"}),
         "arms": dict(arms),
         "prompts": [prompt_identity(prompt) for prompt in prompts],
-        "weights": hash_trained_weights(run),
+        "weights": hash_trained_weights(run, checkpoint),
     }
     # The settings hold only the path of the prompt list; the records include its negative prompts.
     records_hash = hash_records(settings.eval_prompts, "eval_prompts")
@@ -311,13 +312,15 @@ def _changed_setting_names(
 
 
 def sample_share(
-    run: Path,  # folder of a finished run
+    run: Path,  # folder of a run with trained weights
     settings: Settings,  # settings of the evaluation
     arms: Mapping[str, int | None],  # arm -> split
     folder: Path,  # folder of the evaluation, see `unfinished_evaluation_folder`
     share: tuple[int, int] = (0, 1),  # index of this process, and the number of processes
     watch: Callable = lambda: None,  # called after every part
     trust: bool = False,  # whether the user trusts the code that the run names
+    # evaluate the checkpoint after this many iterations, which is verified; None: final weights
+    checkpoint: int | None = None,
 ) -> None:
     """Sample and score this process's share of the missing parts, and append their records to a file in `folder`.
 
@@ -328,6 +331,9 @@ def sample_share(
     run = Path(run)
     settings = load_settings(settings)
     folder = Path(folder)
+    weights_folder = None  # the final weights
+    if checkpoint is not None:
+        weights_folder = file_of_run(run, f"checkpoints/{checkpoint:06d}")
     prompts, prompt_records = read_run_prompts_with_records(settings, "eval_prompts")
     finished = read_parts(folder)
     process_index, process_count = share
@@ -337,7 +343,7 @@ def sample_share(
     with sampling_threads(settings.threads):
         scorers = load_scorers(settings, run, trust)
         rewards.check_prompts(scorers, prompts, "eval_prompts", prompt_records)
-        model = load_trained_policy(run, settings)
+        model = load_trained_policy(run, settings, folder=weights_folder)
         file = folder / f"parts-{uuid.uuid4().hex}.jsonl"
         for part in missing:
             records = sample_part(

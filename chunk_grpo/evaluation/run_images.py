@@ -39,24 +39,30 @@ def find_trained_weights(
     """Return the folder of a finished run's weights; raise InputError if there are none, or if a checkpoint is newer."""
     if not (Path(run) / "final").is_dir():
         raise InputError(
-            f"run: {run} has no trained weights in final/, because it is not finished; resume it first."
+            f"run: {run} has no trained weights in final/, because it is not finished; "
+            "resume it first, or evaluate one of its checkpoints with `checkpoint`."
         )
     if has_outdated_final_weights(run):
         raise InputError(
             f"run: {run} was resumed and is not finished, so the weights in final/ are older than the run; "
-            "resume it first."
+            "resume it first, or evaluate one of its checkpoints with `checkpoint`."
         )
     return Path(run) / "final"
 
 
 def hash_trained_weights(
     run: Path | str,  # the run folder
+    # number of iterations after which the checkpoint was written; None: final weights
+    checkpoint: int | None = None,
 ) -> str:  # sha256 in hexadecimal
-    """Verify the weights of a finished run, and compute a hash that identifies them.
+    """Verify a run's final weights or those of a checkpoint, and compute a hash that identifies them.
 
-    It is the hash of the weights file, or of the hashes of all weights files if there are several. Raises InputError if there
-    are no weights, or if they differ from those that training wrote.
+    For final weights it is the hash of the weights file, or of the hashes of all weights files if there are several; for a
+    checkpoint it is the hash in its manifest. Raises InputError if there are no weights, or if they differ from those that
+    training wrote.
     """
+    if checkpoint is not None:
+        return checkpoints.read_manifest(find_weights(run, checkpoint))["sha256"]
     folder = find_trained_weights(run)
     file = Path(run) / "run.json"
     run_info = read_json(file, RunInfo) if file.is_file() else {}

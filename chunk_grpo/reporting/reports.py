@@ -23,12 +23,13 @@ import pandas as pd
 
 import chunk_grpo
 from .. import InputError
-from ..arguments import checked, path_argument, path_list
+from ..arguments import checked, int_at_least, path_argument, path_list
 from ..core import settings as setting
 from ..core.files import atomic_write, check_writable, remove_abandoned, temporary_folder
 from ..core.settings import Settings, method_label
 from .tables import render_template
 from chunk_grpo.runs.run_folder import (
+    evaluation_folder_name,
     file_of_run,
     find_run,
     read_evaluation_records,
@@ -369,27 +370,36 @@ def write_report(
     return notebook_to_html(execute_report(name, notebook, **parameters), out)
 
 
-@checked(run=path_argument())
+@checked(run=path_argument(), checkpoint=int_at_least(1) | None)
 def write_run_report(
     run: str | Path,  # a run's folder
     name: str = "train",  # "train": of the training; "evaluate": of the evaluation
+    # with "evaluate": the evaluated checkpoint, by its number of iterations; None: final weights
+    checkpoint: int | None = None,
 ) -> Path:  # the page
-    """Write report.ipynb and report.html into a run's folder, or into its folder evaluation/ for an evaluation.
+    """Write report.ipynb and report.html into a run's folder, or into that of an evaluation.
 
-    Raises InputError for another `name`, or if `name` is evaluate and the run was not evaluated.
+    Raises InputError for another `name`, if `name` is evaluate and the run or the checkpoint was not evaluated, or if a
+    checkpoint is given for the report of the training.
     """
     run = find_run(run).resolve()
     # Called for its warning about settings of another version, since the kernel's warnings are not shown.
     read_run_settings(run)
     if name == "evaluate":
-        if read_evaluation_summary(run) is None:
+        folder_name = evaluation_folder_name(checkpoint)
+        if read_evaluation_summary(run, checkpoint) is None:
             raise InputError(
-                f"the run to report on must be evaluated; {run} has no evaluation/summary.json, which "
+                f"the run to report on must be evaluated; {run} has no {folder_name}/summary.json, which "
                 "`chunk-grpo evaluate` writes"
             )
-        return write_report(name, file_of_run(run, "evaluation/report.html"), run=str(run))
+        page = file_of_run(run, f"{folder_name}/report.html")
+        return write_report(name, page, run=str(run), checkpoint=checkpoint or 0)
     if name != "train":
         raise InputError(f"`name` must be train or evaluate, the reports of a run; got {name!r}")
+    if checkpoint is not None:
+        raise InputError(
+            f"`checkpoint` has an effect only on the report evaluate; got {checkpoint}"
+        )
     for file in ("report.ipynb", "report.html"):
         remove_abandoned(run, file)
     return write_report(name, run / "report.html", settings="", out=str(run), train=False)

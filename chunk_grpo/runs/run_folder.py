@@ -4,9 +4,10 @@
 
 # %% auto #0
 __all__ = ['file_of_run', 'find_run', 'is_training', 'read_run_info', 'update_run_json', 'read_run_settings',
-           'read_metrics_lines', 'read_metrics', 'read_run_profile', 'read_evaluation_summary',
-           'read_evaluation_records', 'next_run_folder', 'check_new_folder', 'run_origin', 'is_own_run',
-           'record_own_run', 'check_trust', 'check_run_inputs', 'has_final_weights', 'holds_run', 'create_run']
+           'read_metrics_lines', 'read_metrics', 'read_run_profile', 'evaluation_folder_name',
+           'read_evaluation_summary', 'read_evaluation_records', 'next_run_folder', 'check_new_folder', 'run_origin',
+           'is_own_run', 'record_own_run', 'check_trust', 'check_run_inputs', 'has_final_weights', 'holds_run',
+           'create_run']
 
 # %% ../../nbs/09_runs/00_run_folder.ipynb #9918e5c8
 import contextlib
@@ -227,19 +228,35 @@ def read_run_profile(run: str | Path) -> dict | None:
     return read_json(file, RunProfile) if file.is_file() else None
 
 
-def read_evaluation_summary(run: str | Path) -> dict | None:
+def evaluation_folder_name(
+    # number of iterations after which the evaluated checkpoint was written; None: the final weights
+    checkpoint: int | None = None,
+) -> str:
+    """Return the name of the folder, in a run's folder, of an evaluation: evaluation, or such as evaluation-000050."""
+    return "evaluation" if checkpoint is None else f"evaluation-{checkpoint:06d}"
+
+
+def read_evaluation_summary(
+    run: str | Path,  # a run's folder
+    checkpoint: int | None = None,  # see `evaluation_folder_name`
+) -> dict | None:
     """Read the summary of a run's evaluation, as `evaluate` returned it; return None if there is none."""
-    file = file_of_run(run, "evaluation/summary.json")
+    file = file_of_run(run, f"{evaluation_folder_name(checkpoint)}/summary.json")
     return read_json(file, EvaluationSummary) if file.is_file() else None
 
 
-def read_evaluation_records(run: str | Path) -> list[dict]:
+def read_evaluation_records(
+    run: str | Path,  # a run's folder
+    checkpoint: int | None = None,  # see `evaluation_folder_name`
+) -> list[dict]:
     """Read the scores of a run's evaluation, one record per image; return an empty list if there are none.
 
-    A record has the keys arm, prompt_index, image_index, prompt, seed, file (relative to evaluation/), scores, category
-    and objects. The last three are keyed by reward.
+    A record has the keys arm, prompt_index, image_index, prompt, seed, file (relative to the evaluation's folder), scores,
+    category and objects. The last three are keyed by reward.
     """
-    return read_json_lines(file_of_run(run, "evaluation/scores.jsonl"), ImageScores)
+    return read_json_lines(
+        file_of_run(run, f"{evaluation_folder_name(checkpoint)}/scores.jsonl"), ImageScores
+    )
 
 # %% ../../nbs/09_runs/00_run_folder.ipynb #a3f482c7
 def next_run_folder(name: str) -> Path:
