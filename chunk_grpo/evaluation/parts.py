@@ -79,15 +79,15 @@ def score_prompt_images(
     scores = {}
     objects = {}  # reward -> for each image, whether it shows each requested object
     for name, scorer in scorers.items():
-        its_images = images
+        scorer_images = images
         if ":" in name and not isinstance(images, torch.Tensor):
             if len({image.size for image in images}) == 1:
-                its_images = images_to_tensor(images)
+                scorer_images = images_to_tensor(images)
         scores[name] = rewards.score_images(
-            name, scorer, its_images, prompts, records=records, groups=groups
+            name, scorer, scorer_images, prompts, records=records, groups=groups
         ).tolist()
         if hasattr(scorer, "objects"):
-            objects[name] = scorer.objects(its_images, prompts)
+            objects[name] = scorer.objects(scorer_images, prompts)
     results = []
     for n, prompt in enumerate(prompts):
         categories = {}

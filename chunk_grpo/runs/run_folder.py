@@ -19,7 +19,7 @@ import re
 import stat
 import uuid
 import warnings
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -590,6 +590,98 @@ def holds_run(out: str | Path | None) -> bool:
     return (Path(out) / "run.json").is_file()
 
 
+def _read_run_to_resume(
+    out: Path,  # the run folder
+    settings: Settings,  # settings with which the run is resumed
+) -> tuple[dict, bool]:  # content of run.json; True if nothing is left to train
+    """Read run.json, and check whether the run still has to be trained; raise InputError if it cannot be resumed."""
+    required = ("settings", "status", "model_sha256", "prompts_sha256")
+    run_info = read_json(out / "run.json", RunInfo, required)
+    previous_settings, _ = load_recorded_settings(run_info["settings"])
+    check_resume(make_inputs_absolute(previous_settings), settings)
+    done = (
+        run_info["status"] == "finished"
+        and settings.iterations <= previous_settings.iterations
+        and has_final_weights(out)
+    )
+    return run_info, done
+
+
+def _check_can_train(
+    settings: Settings,  # settings of the run
+    out: Path,  # the run folder, which may not exist yet
+) -> None:
+    """Raise InputError if the environment, the device, a reward, the method or the disk does not allow the training."""
+    # imported here, since diffusers takes seconds to import
+    from chunk_grpo.planning.disk import check_disk_space
+    from chunk_grpo.planning.processes import choose_training_device
+    from chunk_grpo.training.method_loading import load_method
+
+    check_environment_variables(settings.compile)
+    choose_training_device(settings)
+    check_reward_code(settings)
+    method = load_method(settings)  # checks the settings of a user's method, too
+    check_disk_space(settings, out, len(method.reference_decays))
+
+
+def _check_same_inputs(
+    run_info: dict,  # content of run.json
+    settings: Settings,  # settings with which the run is resumed
+    hashes: Mapping[str, str],  # as `check_and_hash_inputs` returns them
+) -> None:
+    """Raise InputError if the model or a list of prompts has changed since the run began."""
+    # Older runs have no records_sha256, and neither have runs whose prompts had no records.
+    changed = []
+    for name in ("model_sha256", "prompts_sha256", "records_sha256"):
+        if name in run_info and hashes.get(name) != run_info[name]:
+            changed.append(name.removesuffix("_sha256"))
+    # This also notices fields that were added to lists which had none.
+    changed_list = find_changed_input(settings, run_info, ("prompts", "eval_prompts"))
+    if changed_list:
+        changed.append(changed_list)
+    if changed:
+        raise InputError(
+            f"`{changed[0]}` must be the same when a run is resumed; its files changed since the "
+            "run began"
+        )
+
+
+def _check_same_model_index(
+    run_info: dict,  # content of run.json
+    settings: Settings,  # settings with which the run is resumed
+) -> None:
+    """Raise InputError if the model's model_index.json has changed since the run began."""
+    model_index = describe_inputs(settings)["model_index"]
+    if run_info.get("inputs", {}).get("model_index", model_index) != model_index:
+        raise InputError(
+            "`model` must be the same when a run is resumed; its model_index.json changed since "
+            "the run began"
+        )
+
+
+def _warn_of_rounding(
+    out: Path,  # the run folder
+    run_info: dict,  # content of run.json
+    settings: Settings,  # settings with which the run is resumed
+    processes: int,  # number of processes with which it is resumed
+) -> None:
+    """Warn if a run with checkpoints is resumed in a way that changes its weights by rounding."""
+    trained_with = run_info.get("processes", processes)
+    changes = []
+    if trained_with != processes:
+        changes.append(f"{trained_with} processes and resumes with {processes}")
+    before, _ = load_recorded_settings(run_info["settings"])
+    for name, (old, new) in diff_settings(before, settings).items():
+        if name in RESUME_ROUNDING_FIELDS:
+            changes.append(f"`{name}` {old} and resumes with {new}")
+    if changes and (out / "checkpoints").is_dir():
+        warnings.warn(
+            f"the run {out} was trained with {', with '.join(changes)}, so its "
+            "weights will differ by rounding from those of an uninterrupted run",
+            stacklevel=2,
+        )
+
+
 def create_run(
     settings: Settings,  # settings of the run
     out: str
@@ -602,22 +694,9 @@ def create_run(
     """Create a run folder, or prepare an existing one to be resumed.
 
     Raises InputError if the settings, the inputs, the machine or the folder do not allow it; in that case nothing is
-    written. Warns if a run with checkpoints is resumed with another number of processes.
+    written. Warns if a run with checkpoints is resumed with another number of processes, or with settings that change its
+    weights by rounding.
     """
-
-    def read_previous() -> tuple[dict, bool]:
-        """Return run.json of the run to resume, and whether nothing is left to train."""
-        required = ("settings", "status", "model_sha256", "prompts_sha256")
-        run_info = read_json(out / "run.json", RunInfo, required)
-        previous_settings, _ = load_recorded_settings(run_info["settings"])
-        check_resume(make_inputs_absolute(previous_settings), settings)
-        done = (
-            run_info["status"] == "finished"
-            and settings.iterations <= previous_settings.iterations
-            and has_final_weights(out)
-        )
-        return run_info, done
-
     if out is None and resume:
         raise InputError("`out` must name the run to resume; got nothing")
     out = Path(os.path.realpath(out or next_run_folder("run")))
@@ -630,24 +709,14 @@ def create_run(
         raise InputError(f"`out` must hold the run to resume; there is none in {out}")
     done = False
     if resume:
-        _, done = read_previous()  # a damaged run.json is reported before a log is made
+        # A damaged run.json is reported before a log is made.
+        previous_info, done = _read_run_to_resume(out, settings)
     check_processes(settings, processes)
     code = find_code(settings)
     if resume:
-        previous_info, _ = read_previous()
         check_same_code(previous_info, code, out)  # before any of the code is imported
     if not done:
-        check_environment_variables(settings.compile)
-        # imported here, since diffusers takes seconds to import
-        from chunk_grpo.models.cost import check_forward
-        from chunk_grpo.planning.disk import check_disk_space
-        from chunk_grpo.planning.processes import choose_training_device
-        from chunk_grpo.training.method_loading import load_method
-
-        choose_training_device(settings)
-        check_reward_code(settings)
-        method = load_method(settings)  # checks the settings of a user's method, too
-        check_disk_space(settings, out, len(method.reference_decays))
+        _check_can_train(settings, out)
     hashes = check_and_hash_inputs(settings)
     start_adapter = None
     if settings.lora_start:
@@ -656,6 +725,10 @@ def create_run(
         if not (out / adapters.START_FOLDER).is_dir():
             start_adapter = adapters.read_start_adapter(settings)
     if not done:
+        from chunk_grpo.models.cost import (
+            check_forward,
+        )  # imported here, since it imports diffusers
+
         check_forward(settings.model, settings)
     open_prompt_cache()
 
@@ -665,28 +738,10 @@ def create_run(
     # Everything is checked again under the lock, because another process may have created or trained the run meanwhile.
     with lock_log(out / "train.log", new=not resume):
         if resume:
-            run_info, done = read_previous()
-            # Older runs have no records_sha256, and neither have runs whose prompts had no records.
-            changed = []
-            for name in ("model_sha256", "prompts_sha256", "records_sha256"):
-                if name in run_info and hashes.get(name) != run_info[name]:
-                    changed.append(name.removesuffix("_sha256"))
-            # This also notices fields that were added to lists which had none.
-            changed_list = find_changed_input(settings, run_info, ("prompts", "eval_prompts"))
-            if changed_list:
-                changed.append(changed_list)
-            if changed:
-                raise InputError(
-                    f"`{changed[0]}` must be the same when a run is resumed; its files changed since the "
-                    "run began"
-                )
+            run_info, done = _read_run_to_resume(out, settings)
+            _check_same_inputs(run_info, settings, hashes)
             check_same_code(run_info, code, out)
-            model_index = describe_inputs(settings)["model_index"]
-            if run_info.get("inputs", {}).get("model_index", model_index) != model_index:
-                raise InputError(
-                    "`model` must be the same when a run is resumed; its model_index.json changed since "
-                    "the run began"
-                )
+            _check_same_model_index(run_info, settings)
             # The inputs keep their recorded names, because the checkpoints of an older run contain these names, too.
             recorded = {
                 name: run_info["settings"][name]
@@ -695,20 +750,7 @@ def create_run(
             }
             settings = settings.model_copy(update=recorded)
             if not done:
-                trained_with = run_info.get("processes", processes)
-                changes = []
-                if trained_with != processes:
-                    changes.append(f"{trained_with} processes and resumes with {processes}")
-                before, _ = load_recorded_settings(run_info["settings"])
-                for name, (old, new) in diff_settings(before, settings).items():
-                    if name in RESUME_ROUNDING_FIELDS:
-                        changes.append(f"`{name}` {old} and resumes with {new}")
-                if changes and (out / "checkpoints").is_dir():
-                    warnings.warn(
-                        f"the run {out} was trained with {', with '.join(changes)}, so its "
-                        "weights will differ by rounding from those of an uninterrupted run",
-                        stacklevel=1,
-                    )
+                _warn_of_rounding(out, run_info, settings, processes)
                 run_info |= launch_info
             remove_abandoned_in_run(out)
         else:
