@@ -459,7 +459,7 @@ def evaluate(
     trust: bool = False,  # load and execute what a run from elsewhere names
     # finished run whose evaluation has the same base images, which are copied; None: sample them
     base_run: Path | None = None,
-    # evaluate the checkpoint after this many iterations, in such as evaluation-000050/; None: final weights
+    # evaluate the checkpoint after this many iterations, for 50 in evaluation-000050/; None: final weights
     checkpoint: int | None = None,
 ) -> dict:  # content of summary.json
     """Evaluate a run's final weights or a checkpoint on all held-out prompts, write the results, and return the summary.

@@ -232,7 +232,7 @@ def evaluation_folder_name(
     # number of iterations after which the evaluated checkpoint was written; None: the final weights
     checkpoint: int | None = None,
 ) -> str:
-    """Return the name of the folder, in a run's folder, of an evaluation: evaluation, or such as evaluation-000050."""
+    """Return the name of an evaluation's folder in its run: evaluation or, for a checkpoint, for example evaluation-000050."""
     return "evaluation" if checkpoint is None else f"evaluation-{checkpoint:06d}"
 
 
@@ -725,9 +725,8 @@ def create_run(
         if not (out / adapters.START_FOLDER).is_dir():
             start_adapter = adapters.read_start_adapter(settings)
     if not done:
-        from chunk_grpo.models.cost import (
-            check_forward,
-        )  # imported here, since it imports diffusers
+        # imported here, since it imports diffusers
+        from chunk_grpo.models.cost import check_forward
 
         check_forward(settings.model, settings)
     open_prompt_cache()
