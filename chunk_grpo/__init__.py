@@ -11,7 +11,9 @@ __all__ += ["InputError"]
 
 
 class InputError(ValueError):
-    """Bad input, said in one plain sentence; the command line prints it and exits with code 2."""
+    """Bad input, described in one plain sentence; the command line prints it and exits with `exit_code`."""
+
+    exit_code = 2
 
 
 def __dir__() -> list[str]:

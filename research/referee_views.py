@@ -58,7 +58,7 @@ _MARKERS = {
 _KIND_COLOURS = {True: "#0072B2", False: "#D55E00"}  # coupled, decoupled
 _COST_LABELS = {
     "forwards": "forward passes, thousands (a trained one counts three times)",
-    "seconds": "CPU seconds of a training",
+    "seconds": "CPU seconds of a training run",
 }
 _CHUNK_ARMS = ("chunk", "guard-wide", "guard-gains", "crd-chunk", "elbo-chunk", "elbo-ratio")
 
@@ -114,7 +114,7 @@ def total_forwards(
     study: str,  # name of a study
     arm: str,  # one of its arms
 ) -> float:
-    """Return the thousands of forward passes of a training; a trained one counts three times."""
+    """Return the thousands of forward passes of a training run; a trained one counts three times."""
     settings = settings_of_arm(study, arm)
     images = settings.iterations * settings.prompts_per_iteration * settings.images_per_prompt
     return images * forwards_per_image(study, arm) / 1000
@@ -267,7 +267,7 @@ def plot_gains_by_cost(
     cost: str = "forwards",  # forwards or seconds
     reward: str = "",  # name of a reward; empty: the outcome of each study
 ) -> Figure:
-    """Draw every arm's gain with its 95% interval against the cost of a training, one panel per world."""
+    """Draw every arm's gain with its 95% interval against the cost of a training run, one panel per world."""
     columns = min(2, len(studies))
     panel_rows = -(-len(studies) // columns)  # rounded up
     size = (4.6 * columns + (0 if columns > 1 else 3.0), 3.4 * panel_rows + 0.8)

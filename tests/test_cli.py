@@ -430,7 +430,7 @@ def test_nothing_is_coloured_and_no_bar_is_drawn_where_nobody_looks(tmp_path, mo
 def test_exit_codes_are_documented():
     said = CliRunner().invoke(main.app, ["--help"]).output
     assert all(re.search(rf"^ +{code} +\w", said, re.MULTILINE) for code in main.EXIT_CODES)
-    assert set(main.EXIT_CODES) == {0, 1, 2, 130, 143}
+    assert set(main.EXIT_CODES) == {0, 1, 2, 75, 130, 143}
 
 
 @pytest.mark.parametrize("text", ["learnin_rate=1", "reward=pocket-clp"])

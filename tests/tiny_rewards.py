@@ -100,3 +100,15 @@ class red_on_its_device:
 def gpu_told(images, prompts):
     """The number of the GPU that this process was told to use, where a test watches for it; else -1."""
     return torch.full((len(prompts),), float(getattr(torch.cuda, "told", [-1])[-1]))
+
+
+def broken_while(images, prompts):
+    """Red; but it raises as long as the file named in the environment is there, and does not answer if the file says so."""
+    broken = Path(os.environ["BROKEN_WHILE"])
+    if broken.exists():
+        from chunk_grpo.reward_serving.client import RewardUnavailable
+
+        if broken.read_text() == "away":
+            raise RewardUnavailable("reward: the server is away")
+        raise ValueError("no ink is left")
+    return red(images, prompts)

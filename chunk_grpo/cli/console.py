@@ -21,7 +21,7 @@ from typing import Annotated
 import typer
 
 from .. import InputError
-from ..core import files
+from ..core import files, machine
 
 # %% ../../nbs/14_cli/00_console.ipynb #17287a75
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for a script.")]
@@ -40,7 +40,7 @@ ProcessesOption = Annotated[
     int | None,
     typer.Option(
         help="Number of processes, among which each iteration's prompts are divided; "
-        "by default, what suits the run and the machine."
+        "by default, what suits the run and the machine; with several machines, one per GPU."
     ),
 ]
 
@@ -135,11 +135,12 @@ def exit_if_interrupted(
 ) -> Iterator[None]:
     """If Ctrl-C or SIGTERM interrupts the block, print how to resume and end the command with exit code 130 or 143."""
     try:
-        yield
-    except (KeyboardInterrupt, SystemExit) as error:
+        with machine.raise_on_sigterm():
+            yield
+    except (KeyboardInterrupt, machine.Terminated) as error:
         if hint := resume_hint():
             typer.echo(f"\ninterrupted; {hint}", err=True)
-        code = error.code if isinstance(error, SystemExit) and error.code else 130
+        code = error.code if isinstance(error, machine.Terminated) else 130
         raise typer.Exit(code) from None
 
 # %% ../../nbs/14_cli/00_console.ipynb #6a58c08f

@@ -48,6 +48,10 @@ def evaluate_with_progress(
     from chunk_grpo.evaluation import evaluate as evaluation  # here, since it imports diffusers
 
     options = [] if checkpoint is None else ["--checkpoint", str(checkpoint)]
+    if processes:
+        options += ["--processes", str(processes)]
+    if trust:
+        options.append("--trust")
     command = shlex.join(["chunk-grpo", "evaluate", str(run), *options, *overrides])
     with exit_if_interrupted(lambda: f"finished images are kept; continue with: {command}"):
         return evaluation.evaluate(

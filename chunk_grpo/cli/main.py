@@ -39,6 +39,7 @@ EXIT_CODES = {
     0: "done",
     1: "failed, such as a training run that stopped",
     2: "wrong input, explained in one sentence",
+    75: "a reward does not answer; repeat the command later, train with --resume",
     130: "ended by Ctrl-C",
     143: "ended by SIGTERM",
 }
@@ -134,8 +135,9 @@ for group in (
 
 # %% ../../nbs/14_cli/11_main.ipynb #c05f084c
 def describe_error(error: Exception) -> tuple[int, str]:
-    """Return the exit code for an error and a sentence that explains it: 2 for wrong input or an unusable path, else 1.
+    """Return the exit code for an error and a sentence that explains it.
 
+    The code is 2 for wrong input or an unusable path, 75 for a reward that does not answer, and otherwise 1.
     For an unforeseen error, write the traceback to a temporary file, which the sentence names.
     """
     path_errors = {
@@ -144,7 +146,7 @@ def describe_error(error: Exception) -> tuple[int, str]:
     }
     output_errors = (errno.ENOSPC, errno.EIO, errno.EBADF)
     if isinstance(error, (InputError, machine.TrainingFailed)):
-        code = 2 if isinstance(error, InputError) else 1
+        code = error.exit_code if isinstance(error, InputError) else 1
         text = str(error)
     elif isinstance(error, OSError) and error.filename and error.errno in path_errors:
         code = 2

@@ -24,7 +24,6 @@ from chunk_grpo.cli.console import (
     resolution_to_yaml,
     split_commas,
 )
-from ..core import machine
 
 publishing_app = typer.Typer(rich_markup_mode=None)
 
@@ -115,7 +114,7 @@ def sample(
         "eval_resolution": resolution_to_yaml(resolution),
     }
     changes = [f"{field}={value}" for field, value in options.items() if value is not None]
-    with exit_if_interrupted(lambda: "no folder was made"), machine.raise_on_sigterm():
+    with exit_if_interrupted(lambda: "no folder was made"):
         images = samples.sample_run(
             run=run,
             prompts=texts,
@@ -153,6 +152,13 @@ def export(
     public: Annotated[
         bool, typer.Option("--public", help="With --push-to-hub: make a new repository public.")
     ] = False,
+    base_model: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME/REPOSITORY",
+            help="Hub id of the base, for the card, if the run's model is a local folder.",
+        ),
+    ] = "",
     checkpoint: CheckpointOption = None,
     trust: TrustOption = False,
 ):
@@ -165,11 +171,19 @@ def export(
     if push_to_hub:
         exports.check_hub_login(push_to_hub)
     exported = exports.export_run(
-        run=run, folder=folder, trust=trust, layout=layout, checkpoint=checkpoint
+        run=run,
+        folder=folder,
+        trust=trust,
+        layout=layout,
+        checkpoint=checkpoint,
+        repo_id=push_to_hub or None,
+        base_model=base_model or None,
     )
     typer.echo(f"card: {exported / 'README.md'}")
     if push_to_hub:
         typer.echo(f"uploaded: {exports.push_to_hub(exported, push_to_hub, private=not public)}")
     else:
         upload = shlex.join(["hf", "upload", f"NAME/{exported.name}", str(exported)])
-        typer.echo(f"to share it, after reading the base's licence: {upload}")
+        typer.echo(
+            f"to share it, after reading the base's licence: {upload}; then name the repository in the card's code"
+        )

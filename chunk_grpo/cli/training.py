@@ -143,8 +143,10 @@ def train(
     from chunk_grpo.runs.processes import default_sampling_processes
     from chunk_grpo.training.method_loading import load_method
 
-    # Without --out the run folder is named after the preset or the settings file.
-    if Path(source).suffix in (".yaml", ".yml"):
+    # Without --out the run folder is named after the preset, the settings file or the run whose settings are used.
+    if Path(source).name == "run.json":
+        name = Path(source).absolute().parent.name
+    elif Path(source).suffix in (".yaml", ".yml"):
         name = Path(source).stem
     else:
         name = source.replace("/", "-")
@@ -160,7 +162,12 @@ def train(
         else:
             references = len(load_method(run_settings).reference_decays)
             processes = choose_processes(run_settings, source, references)
-    processes = 1 if processes is None else processes
+    # Of several machines, each has a process per GPU; torch is imported here, since that takes seconds.
+    if processes is None:
+        import torch
+
+        uses_gpus = run_settings.device != "cpu"
+        processes = max(1, torch.cuda.device_count() if uses_gpus else 1)
     is_single_process = processes * nodes == 1
 
     def resume_command() -> str:

@@ -224,7 +224,7 @@ def check_outside_runs(
     path: Path,  # the file or folder to be written
     name: str = "`out`",  # name of the option, for the error message
 ) -> None:
-    """Raise InputError if the path lies in evaluation/ or samples/ of a run, which its next evaluation or training replaces."""
+    """Raise InputError if the path lies in a folder that a run's next evaluation or training replaces, such as samples/."""
     real_path = Path(os.path.realpath(Path(path).absolute()))
     for folder in (real_path, *real_path.parents):
         if _REPLACED_FOLDERS.fullmatch(folder.name) and (folder.parent / "run.json").is_file():
@@ -520,7 +520,10 @@ def append_json_line(
     path: Path,  # path of the log
     content: Any,  # one record; NaN and infinity become null
 ) -> None:
-    """Append one record to a log as a line of JSON."""
+    """Append one record to a log as a line of JSON.
+
+    Call `drop_partial_line` first if the process that wrote the log before may have been killed in the middle of a line.
+    """
     line = json.dumps(_replace_non_finite(content))
     with open(path, "a", encoding="utf-8") as handle:
         handle.write(line + "\n")

@@ -47,9 +47,12 @@ def module_search_path(
 def import_callable(
     path: str,  # "package.module:name" or "file.py:name"
     field: str = "reward",  # name of the setting with this value, for error messages
-    allow_working_folder: bool = True,  # True: allow code in the working folder, as for a path that the user names
+    # False: leave the working folder out of the module search path, and require absolute paths of files
+    allow_working_folder: bool = True,
 ) -> Callable:
     """Import a function or class and return it.
+
+    A file is executed anew at every call, so two calls return different objects. A module is imported once.
 
     Raises InputError if the path is malformed, if the file is a pipe or a device, if importing it fails for any
     reason, or if the name is not callable.
@@ -84,8 +87,7 @@ def import_callable(
     except (Exception, SystemExit) as error:
         sys.modules.pop(loaded_name, None)
         last_frame = traceback.extract_tb(error.__traceback__)[-1]
-        # The messages of these errors already contain the place.
-        has_place = isinstance(error, (ImportError, SyntaxError, FileNotFoundError))
+        has_place = isinstance(error, SyntaxError)  # its message names file and line
         line = ""
         if os.path.isfile(last_frame.filename) and not has_place:
             line = f" in {last_frame.filename}, line {last_frame.lineno}"

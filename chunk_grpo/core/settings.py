@@ -1200,7 +1200,7 @@ def _check_combinations(settings: "Settings") -> None:
         settings,
         "hybrid_split",
         settings.hybrid_split <= settings.eval_steps,
-        f"be at most `eval_steps` ({settings.eval_steps})",
+        f"be at most `eval_steps` ({settings.eval_steps}), which leaves out hybrid inference",
     )
     _require(
         settings,
@@ -1744,11 +1744,15 @@ def _settings_named_in_file(source: str | Path) -> set[str]:
 def read_settings_file(source: str | Path) -> dict:  # setting -> value
     """Read the values of a settings file, and add those of the presets that its `method` and `like` name.
 
-    The file's own values take precedence. Raises InputError if the file does not exist, if it is the configuration of
-    another program, or if `like` does not name another preset.
+    The file's own values take precedence. The file may also be the run.json of a run, whose settings are complete. Raises
+    InputError if the file does not exist, if it is the configuration of another program, or if `like` does not name
+    another preset.
     """
     path = find_settings_file(source)
     values = read_yaml_file(path, "the settings file")
+    if path.name == "run.json" and isinstance(values.get("settings"), dict):
+        recorded, _ = load_recorded_settings(values["settings"])
+        return recorded.model_dump()
     for kind, keys in _FOREIGN_SETTINGS.items():
         foreign = [key for key in keys if key in values and key not in Settings.model_fields]
         if foreign:
@@ -1828,6 +1832,7 @@ def load_settings(
 ) -> Settings:
     """Load settings from a file, a preset, a mapping or other settings, apply the overrides, and check the result.
 
+    An override of `method` replaces the options and the preset settings of the previous method by those of the new one.
     Raises InputError with one sentence that names the field, its value and what is allowed. An override of a setting
     that has no effect with the chosen method is also an error.
     """

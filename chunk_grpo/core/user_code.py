@@ -205,8 +205,16 @@ def _locate_named_code(settings: Settings) -> Iterator[tuple[str, str, list[str]
             yield setting, name, search_path
 
 
+def _locate_rubrics(settings: Settings) -> Iterator[tuple[str, Path]]:
+    """Yield the key and the file of each rubric: a text with which a judge scores images, and which acts like code."""
+    for name in dict.fromkeys([*reward_weights(settings), *settings.eval_rewards]):
+        rubric = settings.reward_options.get(name, {}).get("rubric")
+        if isinstance(rubric, str) and rubric:
+            yield f"reward_options: rubric of {name}", Path(rubric)
+
+
 def find_code(settings: Settings) -> dict[str, CodeFile]:
-    """Find and hash every code file that settings name, and the user's files that these import.
+    """Find and hash every code file that settings name, the user's files that these import, and the rubrics of judges.
 
     A key contains the setting and the path or module, such as "method: my_method.py:Rank" or "method: module
     my_helper". Code that cannot be found is left out, since importing it will raise the error.
@@ -218,6 +226,13 @@ def find_code(settings: Settings) -> dict[str, CodeFile]:
             if name == path:
                 key = f"{setting}: {path}"
             code[key] = {"setting": setting, "file": str(file), "sha256": sha256_of(file)}
+    for key, file in _locate_rubrics(settings):
+        if file.is_file():
+            code[key] = {
+                "setting": "reward_options",
+                "file": str(file.resolve()),
+                "sha256": sha256_of(file),
+            }
     return code
 
 
@@ -255,13 +270,15 @@ def unrecorded_settings(
     recorded: Mapping[str, Mapping],  # from `find_code` when the run began
     current: Iterable[str],  # keys of `find_code` now
 ) -> set[str]:  # such as {"method"}
-    """Return the settings whose code an older version did not record, because its module's name ends in a digit."""
+    """Return the settings whose code an older version did not record: rubrics, and modules whose name ends in a digit."""
     recorded_settings = {code_file.get("setting") for code_file in recorded.values()}
     unrecorded = set()
     for key in current:
         match = re.fullmatch(r"(family|method|chunks|surrogate): .*\d:[A-Za-z_]\w*", key)
         if match and match[1] not in recorded_settings:
             unrecorded.add(match[1])
+        if key.startswith("reward_options: ") and "reward_options" not in recorded_settings:
+            unrecorded.add("reward_options")
     return unrecorded
 
 
@@ -269,8 +286,8 @@ def warn_of_unrecorded_code(settings: Iterable[str]) -> None:  # from `unrecorde
     """Warn that a run did not record the code of some settings, so that nobody knows whether it has changed."""
     for setting in sorted(settings):
         warnings.warn(
-            f"the run did not record the code that `{setting}` names, as older versions did not if the name of a module "
-            "ends in a digit, so whether this code has changed since is not known",
+            f"the run did not record the code that `{setting}` names, as older versions did not record rubrics and modules "
+            "whose name ends in a digit, so whether this code has changed since is not known",
             stacklevel=1,
         )
 
@@ -299,12 +316,12 @@ def changed_code(
 
 
 def check_same_code(
-    note: Mapping,  # content of run.json; without the key `code`, as in earlier versions, nothing is checked
+    run_info: Mapping,  # content of run.json; without the key `code`, as in earlier versions, nothing is checked
     current: Mapping[str, CodeFile],  # from `find_code`
     run: Path,  # the run folder
 ) -> None:
     """Raise InputError if the user's code has changed since the run began."""
-    change = changed_code(note["code"], current) if "code" in note else None
+    change = changed_code(run_info["code"], current) if "code" in run_info else None
     if change:
         setting, description = change
         raise InputError(

@@ -145,6 +145,8 @@ def validation_message(
         short_name = name if len(name) <= 60 else name[:57] + "..."
         return f"`{short_name}` is not a setting; {hint}"
 
+    if first["type"] == "extra_forbidden":
+        return f"`{name}` is not a known option"
     if first["type"] == "missing":
         return f"`{name}` is missing"
     requirement = re.sub(r"^\w+ should ", "", first["msg"])

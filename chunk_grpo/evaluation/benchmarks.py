@@ -66,7 +66,8 @@ from chunk_grpo.runs.processes import (
     format_sampling_progress,
     run_shares,
 )
-from ..runs.run_folder import check_run_inputs, check_trust, file_of_run, run_origin
+from ..runs.run_folder import check_run_inputs, check_trust, run_origin
+from ..training import checkpoints
 
 # %% ../../nbs/10_evaluation/08_benchmarks.ipynb #ea6d0e93
 @dataclass(frozen=True)
@@ -173,8 +174,9 @@ class BenchmarkTask:
     ) -> dict:  # part of summary.json: `rewards`, or `overall` with the benchmark's own measure
         """Score the images of all arms and compare the arms.
 
-        The base class returns `rewards`, the result of `summarise_evaluation`. A subclass returns `overall`, the result of
-        `compare_arms`, and further entries.
+        The base class returns `rewards`, the result of `summarise_evaluation`. It appends each score to `out`/scores.jsonl, does
+        not compute stored scores again, and raises InputError if that file has scores of other rewards. A subclass returns
+        `overall`, the result of `compare_arms`, and further entries.
         """
         records = _score_with_rewards(
             task=self,
@@ -425,13 +427,14 @@ def load_benchmark_task(
 
 
 def _name_of_prompt_list(
-    path: str,  # path of a user's prompt list
+    path: str,  # path of a user's prompt list, or the name of a pocket list
     column: str = "",  # column that holds the prompts; empty: the user named none
 ) -> str:
     """Build the name of a benchmark from the path of a user's prompt list.
 
     It is the file's name without suffix, such as stars for stars.txt. If that is the name of a known benchmark, the suffix is
-    added with a hyphen, because that benchmark's rules do not apply to the list. A column is added, too.
+    added with a hyphen, because that benchmark's rules do not apply to the list. `pocket:test` becomes pocket-test. A column
+    is added with a hyphen too, and its special characters become hyphens.
     """
     name = Path(path).stem.replace("pocket:", "pocket-")
     if name.lower() in ("geneval", *_SOURCE_DESCRIPTIONS):
@@ -503,7 +506,7 @@ def sample_benchmark(
     settings, arms = prepare_benchmark(run, benchmark, out, changes, checkpoint)
     weights_folder = None  # the final weights
     if checkpoint is not None:
-        weights_folder = file_of_run(run, f"checkpoints/{checkpoint:06d}")
+        weights_folder = checkpoints.checkpoint_folder(run, checkpoint)
     with sampling_threads(settings.threads):
         model = load_trained_policy(run, settings, folder=weights_folder)
         model.negative_prompts = {}  # they belong to the run's prompts, not to the benchmark's

@@ -36,6 +36,7 @@ from chunk_grpo.core.files import (
     read_json_lines,
     sha256_of,
 )
+from ..reward_serving.client import RewardUnavailable
 from ..rewards.images import Images, images_to_pil
 
 # %% ../../nbs/10_evaluation/05_judge.ipynb #cc601065
@@ -230,7 +231,7 @@ def _send_question(
     question: ImageQuestion,
     stop: Event,  # ends a pause when it is set
 ) -> dict:  # reply, with the keys that `_ask_once` returns
-    """Send a question and repeat it until the reply is valid; raise InputError if the retries run out."""
+    """Send a question and repeat it until the reply is valid; raise RewardUnavailable if the retries run out."""
 
     def pause(seconds: float) -> None:
         """Wait for some seconds; raise `_RetryableError` if the run ends meanwhile."""
@@ -252,10 +253,10 @@ def _send_question(
     try:
         return retrying(_ask_once, client, judge, question)
     except _RetryableError as error:
-        raise InputError(
+        raise RewardUnavailable(
             f"judge: {judge.base_url} gave no answer about {question.id} in "
-            f"{retrying.statistics['attempt_number']} requests; the last failed with {error.args[0]}. Earlier "
-            "answers are kept; repeat the command to resume."
+            f"{retrying.statistics['attempt_number']} requests; the last failed with {error.args[0]}. An evaluation or "
+            "a run can be resumed when the judge works again."
         ) from None
 
 
@@ -490,9 +491,14 @@ def parse_rating(
     """Read the number after a label, such as 7.5 after "Score:" or "Score (0-10):".
 
     Returns None unless there is just one such number, and it is within the scale. A range such as 6-7 or "6 to 7." is no
-    number, but the 8 in "8 - 3 people, as the prompt says" is.
+    number, but the 8 in "8 - 3 people, as the prompt says" is. With an empty label, the whole answer must be the number,
+    such as 8, 7.5 or 8/10.
     """
     answer = text.rpartition("</think>")[2]  # without the judge's reasoning
+    if not label:
+        only_number = rf"[\s*_`]*(-?\d+(?:\.\d+)?)(?: ?/ ?{re.escape(f'{highest:g}')})?[\s*_`.]*"
+        match = re.fullmatch(only_number, answer)
+        return float(match[1]) if match and lowest <= float(match[1]) <= highest else None
     markup = r"""[\s*_"'`\[(]*"""  # markup around words and numbers
     to = " ?(?:[-–]|to) ?"
     scale = rf"(?:{re.escape(f'{lowest:g}')}{to}{re.escape(f'{highest:g}')}(?!\d)[)\]]?)?"
@@ -545,7 +551,8 @@ class JudgeReward:
     ) -> list[float]:  # one score per image
         """Ask the judge for the scores of all images, with several requests at once.
 
-        Raises InputError if the judge cannot be reached, or if it gives no readable answer and `unread` is None.
+        Raises RewardUnavailable if the judge does not answer, and InputError if it rejects a request, or if it gives no
+        readable answer and `unread` is None.
         """
         open_client = _open_client(self.judge, self.http)
         stop = Event()
@@ -585,8 +592,9 @@ class JudgeReward:
             if reply["refused"]:
                 break
         if self.unread is None:
+            expected = f"`{self.label}:`" if self.label else "number"
             raise InputError(
-                f"judge: {self.judge.model} gave no `{self.label}:` from {self.scale[0]:g} to {self.scale[1]:g} for the "
+                f"judge: {self.judge.model} gave no {expected} from {self.scale[0]:g} to {self.scale[1]:g} for the "
                 f"prompt {question.id}, at last {' '.join(text.split())[-100:]!r}; `unread` sets the score of such images"
             )
         return self.unread
@@ -596,13 +604,13 @@ def load_judge_reward(
     base_url: str,  # such as http://127.0.0.1:8000/v1
     model: str,  # its name at the endpoint
     rubric: str | None = None,  # a file with the question; None: `JUDGE_RUBRIC`
-    label: str = "Score",  # words before the number in an answer
+    label: str = "Score",  # words before the number in an answer; empty: the answer is only the number
     lowest: float = 0,  # lowest number of the scale
     highest: float = 10,  # highest number of the scale
     key_variable: str = "",  # environment variable with the key; empty: the endpoint needs none
-    max_concurrency: int = 8,  # largest number of requests in flight at once
+    max_concurrency: int = 8,  # largest number of requests that each process has in flight at once
     timeout: float = 120.0,  # seconds until a request without a reply fails
-    retries: int = 6,  # largest number of retries of a request without a valid reply
+    retries: int = 6,  # largest number of retries of a request; with 30, an outage of about 25 minutes does no harm
     tries: int = 3,  # largest number of times that a question is asked until an answer can be read
     max_tokens: int = 1024,  # largest length of an answer, tokens
     # fields added to the request's body, such as {temperature: 0.7}

@@ -53,6 +53,7 @@ from ..models.policy import Policy
 from ..reward_serving import placement
 from ..rewards import rewards
 from ..rewards.images import images_to_tensor
+from ..training import checkpoints
 from ..runs.processes import sampling_threads, format_sampling_progress
 from chunk_grpo.runs.run_folder import (
     check_trust,
@@ -227,8 +228,8 @@ def unfinished_evaluation_folder(
 ) -> Path:  # may not exist yet
     """Return the folder RUN/evaluation.begun/HASH, which holds an evaluation until it is finished.
 
-    HASH identifies the settings without the number of threads, the arms, the prompts, the weights and the user's code.
-    Raises InputError if the run has no trained weights.
+    HASH identifies the settings (except `threads`), the arms, the prompts and their records, the weights and the user's code.
+    Raises InputError if the weights are missing or not those that training wrote.
     """
     identity = {
         "settings": settings.model_dump(mode="json", exclude={"threads"}),
@@ -333,7 +334,7 @@ def sample_share(
     folder = Path(folder)
     weights_folder = None  # the final weights
     if checkpoint is not None:
-        weights_folder = file_of_run(run, f"checkpoints/{checkpoint:06d}")
+        weights_folder = checkpoints.checkpoint_folder(run, checkpoint)
     prompts, prompt_records = read_run_prompts_with_records(settings, "eval_prompts")
     finished = read_parts(folder)
     process_index, process_count = share

@@ -19,7 +19,7 @@ from .. import InputError
 from ..theory.dynamics import DISTANCE_KINDS, relative_distance
 from ..theory.sampler import Sampler
 from ..theory.schedule import predict_endpoints, sigmas
-from ..models.policy import decode_latents, Policy
+from ..models.policy import Policy, compute_network_sigma, decode_latents
 from ..models.trainable import base_weights
 from ..training.rollout import ImageKey, RolloutOptions, sample_trajectories
 
@@ -43,7 +43,8 @@ def _sample_with_predictions(
     ).latents
     predicted = []
     for x, sigma in zip(path[:, :-1].unbind(1), sampler.sigmas[:-1], strict=True):
-        velocity = policy.velocity(x, sigma.expand(len(x)), conditioning)
+        network_sigma = compute_network_sigma(policy, sigma)
+        velocity = policy.velocity(x, network_sigma.expand(len(x)), conditioning)
         predicted.append(predict_endpoints(x, velocity, sigma)[0])
     # The last latent is the final image itself.
     return path, torch.stack([*predicted, path[:, -1]], dim=1)

@@ -440,6 +440,7 @@ def prepare_workload(
     else:
         prompts, records = read_run_prompts_with_records(settings, "prompts")
         prompts = prompts[: settings.prompts_per_iteration]
+        records = records[: settings.prompts_per_iteration]
         scorers = {
             name: placement.load_placed_reward(name, **settings.reward_options.get(name, {}))
             for name in setting.reward_weights(settings)
@@ -606,8 +607,9 @@ def speed_lines(
     info = result["machine"]
     table = speed_table(result).to_string().splitlines()
     size = format_resolution(settings["resolution"])
+    device_name = info["gpus"][0] if info["gpus"] else info["processor"]
     lines = [
-        f"{', '.join(info['gpus'][:1]) or info['processor']}, {result['threads']} threads; {settings['model']}, "
+        f"{device_name}, {result['threads']} threads; {settings['model']}, "
         f"{result['parameters']:,} parameters, {result['trained']:,} trained, {settings['dtype']}, {size}",
         f"{result['images']} images of {settings['steps']} steps, {result['transitions']} transitions trained, chunks "
         f"{settings['chunks']}; batches of {settings['rollout_batch']} and {settings['update_batch']}",

@@ -518,7 +518,10 @@ class Crd(Decoupled):
         self,
         batch: TransitionBatch,  # m noised latents, and their velocity targets
     ) -> tuple[Tensor, ...]:
-        """Return a tuple of one tensor, the old weights' normalised error minus that of the current weights, (m,)."""
+        """Return the implicit reward, (m,), as a tuple of one tensor.
+
+        It is the normalised error of the old weights minus that of the current weights.
+        """
         old_error = normalised_error(batch.reference_velocities["old"] - batch.target)
         return (old_error - normalised_error(batch.velocity - batch.target),)
 

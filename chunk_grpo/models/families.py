@@ -522,7 +522,7 @@ class Flux2KleinPolicy(Policy):
         self,
         pipe: "diffusers.Flux2KleinPipeline",  # with its text encoder loaded
         prompts: list[str],  # P of them
-    ) -> dict[str, Tensor]:  # prompt_embeds (P, max_tokens, 3 D)
+    ) -> dict[str, Tensor]:  # prompt_embeds (P, max_tokens, 3 D), D: width of the language model
         """Encode prompts into the concatenated states of three layers of the language model."""
         embeds = pipe.encode_prompt(prompts, max_sequence_length=self.max_tokens)[0]
         return {"prompt_embeds": embeds}

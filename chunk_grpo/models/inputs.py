@@ -13,7 +13,8 @@ __all__ = ['MODEL_FILES', 'OTHER_FILES', 'MODEL_FOLDERS', 'FAMILIES', 'SCHEDULER
            'read_run_prompts_with_records', 'prompt_identity', 'read_negative_prompts', 'read_run_negative_prompts',
            'describe_prompts', 'write_prompts', 'sample_prompt_indices', 'space_positions_evenly',
            'check_one_size_for_editing', 'check_embedded_guidance', 'check_guidance', 'check_and_hash_inputs',
-           'make_inputs_absolute', 'hash_prompts', 'hash_file_stats', 'describe_inputs', 'find_changed_input']
+           'hash_inputs', 'make_inputs_absolute', 'hash_prompts', 'hash_file_stats', 'describe_inputs',
+           'find_changed_input']
 
 # %% ../../nbs/03_models/00_inputs.ipynb #05005ec1
 import contextlib
@@ -810,9 +811,9 @@ def _undo_csv_quoting(field: str) -> str:
     """Remove the enclosing quotes of a field, and halve the doubled quotes in it.
 
     A field is unquoted only if it is enclosed in quotes, contains at least one doubled quote, and no single one. Any
-    other field is returned unchanged.
+    other field is returned unchanged: without a doubled quote, its quotes may belong to the prompt.
     """
-    is_quoted = re.fullmatch(r'"((?:[^"]|"")*)"', field) and '""' in field[1:-1]
+    is_quoted = re.fullmatch(r'"(?:[^"]|"")*"', field) and '""' in field[1:-1]
     return field[1:-1].replace('""', '"') if is_quoted else field
 
 # %% ../../nbs/03_models/00_inputs.ipynb #1e74d025
@@ -1027,8 +1028,9 @@ def read_prompt_records(
 ) -> list[tuple[str, str, Any]]:  # per prompt: its place, such as "line 2", the prompt, its record
     """Read a list of prompts, each with its place in the file and the text or mapping that contains it.
 
-    For HPDv2's comparisons, only the first record of each prompt is returned. Raises InputError if the list is
-    missing, empty or unreadable, or if a record asks for its own way of sampling, for example with a field seed.
+    For HPDv2's comparisons, only the first record of each prompt is returned. With FILE:COLUMN, only that column is read.
+    Raises InputError if the list is missing, empty or unreadable, if a prompt is empty or too long, or if a record asks for
+    its own way of sampling, for example with a field seed.
     """
     name, column = split_prompt_column(source)
     path = Path(name)
@@ -1590,8 +1592,10 @@ def _read_run_list(
     return read_run_prompts(settings, field), negatives
 
 
-def _resolve_prompt_list(source: str) -> tuple[str, str]:  # source: as for `read_prompts`
-    """Return the absolute path of a list of prompts, without links, and its column; a name that is no path stays as it is."""
+def _resolve_prompt_list(
+    source: str,  # as for `read_prompts`
+) -> tuple[str, str]:  # path or name, and column ("" if none)
+    """Return what identifies a list: its real path, or a shipped list's name unchanged, and its column."""
     path, column = split_prompt_column(source)
     is_file = not path.startswith("pocket:") and is_prompt_list(path)
     return os.path.realpath(path) if is_file else path, column
@@ -1844,14 +1848,12 @@ def check_guidance(
 def check_and_hash_inputs(
     settings: Any,  # of a run
 ) -> dict[str, str]:
-    """Check a run's model and prompts, and return their hashes in hex.
+    """Check a run's model and prompts, and return their hashes, see `hash_inputs`.
 
-    The keys are `model_sha256`, `prompts_sha256`, and `records_sha256` if the records hold more than prompts.
     Raises InputError if one of them is missing, damaged, or does not fit the settings, such as a list that is too short.
     """
     prompts = read_run_prompts(settings)
     read_prompt_sizes(settings)
-    lists_sha256 = _hash_prompt_lists(settings)
     read_run_negative_prompts(settings)
     sample_prompt_indices(len(prompts), settings.prompts_per_iteration, settings.seed, 0)
     model = locate_model(settings.model)
@@ -1860,9 +1862,19 @@ def check_and_hash_inputs(
     check_guidance(settings)
     check_scheduler(model, settings.eval_steps)
     check_components(model, settings.family)
+    return hash_inputs(settings)
+
+
+def hash_inputs(
+    settings: Any,  # of a run
+) -> dict[str, str]:
+    """Return the hashes of a run's model and prompts in hex, without checking that they fit the settings.
+
+    The keys are `model_sha256`, `prompts_sha256`, and `records_sha256` if the records hold more than prompts.
+    """
     hashes = {
-        "model_sha256": hash_model_files(model, MODEL_FOLDERS),
-        "prompts_sha256": lists_sha256,
+        "model_sha256": hash_model_files(locate_model(settings.model), MODEL_FOLDERS),
+        "prompts_sha256": _hash_prompt_lists(settings),
     }
     records = [hash_records(getattr(settings, name), name) for name in ("prompts", "eval_prompts")]
     if any(records):

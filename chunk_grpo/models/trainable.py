@@ -247,7 +247,7 @@ def base_weights(policy: Policy) -> Iterator[None]:  # trainable or not
 
     With LoRA the base is the network with the adapter that training started from (`start_from_adapter`), or else without
     any adapter; with full fine-tuning it is the copy that `make_trainable` made. The trained weights are back at the end,
-    also after an exception.
+    also after an exception. Such contexts cannot be nested.
     """
 
     def switch(to_trained: bool) -> None:
@@ -263,12 +263,12 @@ def base_weights(policy: Policy) -> Iterator[None]:  # trainable or not
 
     # A SIGTERM in the middle of a switch would leave a mixture, which a checkpoint might then save.
     with defer_sigterm() as interruptible:
-        switch(False)
+        switch(to_trained=False)
         try:
             with interruptible():
                 yield
         finally:
-            switch(True)
+            switch(to_trained=True)
 
 # %% ../../nbs/03_models/04_trainable.ipynb #479a9bae
 def save_trained_weights(

@@ -108,8 +108,9 @@ def estimate_new_disk_bytes(
 ) -> tuple[int, int]:  # bytes in the run folder; bytes in the store of embeddings
     """Estimate how many bytes a run will write to its folder and to the store of prompt embeddings.
 
-    The function reads the model's configuration and the prompt lists, and subtracts the bytes that the store already holds,
-    even if they are embeddings of other prompts or another model. The evaluation after the run is included.
+    The function reads the model's configuration and the prompt lists. The evaluation after the run is included. The bytes in
+    the store are a lower bound: those that it already holds are subtracted, even if they are embeddings of other prompts or
+    another model, because only encoding the prompts would tell which of them it lacks.
     """
     prompts = len(read_run_prompts(settings, "prompts"))
     held_out = len(read_run_prompts(settings, "eval_prompts"))
@@ -117,14 +118,13 @@ def estimate_new_disk_bytes(
     folder = locate_model(settings.model)
     check_pipeline_folder(folder, settings.family)
     config = read_model_config(folder, settings.family)
-    # The last of the values are the embeddings.
-    *folder_bytes, _ = run_disk_bytes(settings, config, reference_weights).values()
+    folder_bytes = run_disk_bytes(settings, config, reference_weights)
+    del folder_bytes["embeddings"]  # they are not written to the run folder
     encoded = sampled + held_out
     encoded += _count_negative_prompts(settings, config, encoded)
     needed = encoded * prompt_embeds_bytes(config, settings)
-    # Another run may trim the store at the same time.
     stored = _folder_bytes(prompt_cache_folder() / "embeddings")
-    return sum(folder_bytes), max(0, needed - stored)
+    return sum(folder_bytes.values()), max(0, needed - stored)
 
 
 def _folder_bytes(

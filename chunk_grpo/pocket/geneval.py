@@ -111,14 +111,14 @@ _MIN_HUE_SHARE = 0.8  # a larger share of an object's pixels must lie within tha
 def _coloured_components(
     array: np.ndarray,  # (B, H, W, 3), uint8
 ) -> Iterator[tuple[int, str | None, np.ndarray]]:  # image index, colour, bool mask (H, W)
-    """Yield each connected patch of at least 20 coloured pixels, image by image.
+    """Yield each connected patch of colour that has at least 20 pixels without its soft edge, image by image.
 
     The colour is one of POCKET_COLOURS, or None if the patch has several.
     """
     for image_index, chroma in enumerate(np.ptp(array, axis=-1)):
         label, count = ndimage.label(chroma >= _MIN_CHROMA, np.ones((3, 3)))
         for number in range(1, count + 1):
-            # Cut the soft edge where object and background mix in equal parts.
+            # Drop the soft edge: pixels that are more than half background.
             patch = label == number
             object_chroma = np.percentile(chroma[patch], 80)
             mask = patch & (chroma >= _MIN_CHROMA_SHARE * object_chroma)

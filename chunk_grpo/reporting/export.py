@@ -64,6 +64,23 @@ def _export_adapter(
         adapters.write_adapter(start_adapter, folder, layout, adapters.START_FILE)
 
 
+def _check_repository_name(
+    repo_id: str,  # NAME/REPOSITORY
+    option: str,  # option with this value, for the error message
+) -> None:
+    """Raise InputError unless the name is valid for a repository of the hub; does not connect to the hub."""
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    try:
+        validate_repo_id(repo_id)
+    except HFValidationError as error:
+        raise InputError(
+            f"`{option}` must be a repository of the hub, such as name/my-lora; got {repo_id!r} "
+            f"({str(error).splitlines()[0]})"
+        ) from None
+
+
 @checked(run=path_argument(), folder=path_argument(), checkpoint=int_at_least(1) | None)
 def export_run(
     run: Path | str,  # a run's folder, finished or with a checkpoint
@@ -73,6 +90,10 @@ def export_run(
     layout: Literal["diffusers", "peft", "kohya"] = "diffusers",
     # number of iterations after which the checkpoint was written; None: newest weights
     checkpoint: int | None = None,
+    # repository NAME/REPOSITORY to which the folder will be uploaded, so the card's code loads from it; None: from the folder
+    repo_id: str | None = None,
+    # hub id of the base, for the card, if the run's model is a folder on this machine
+    base_model: str | None = None,
 ) -> Path:  # `folder`, as an absolute path
     """Export a run's newest weights, or those of a checkpoint, with a model card that explains how to sample with diffusers.
 
@@ -84,6 +105,12 @@ def export_run(
     out = Path(os.path.abspath(folder))
     settings = run_folder.read_run_settings(run)
     run_folder.check_new_folder(out)
+    if base_model is not None:
+        _check_repository_name(base_model, "base_model")
+        if settings.model in POCKET_MODELS or is_hub_id(settings.model):
+            raise InputError(
+                f"`base_model` must be left out for a run whose model is {settings.model}; got {base_model!r}"
+            )
     if layout != "diffusers" and not settings.lora_rank:
         raise InputError(
             f"`layout` must be diffusers for a run that trains all weights; got {layout!r}"
@@ -107,7 +134,15 @@ def export_run(
         # Raises InputError for weights that are truncated or not finite, even if run.json has no hashes.
         read_saved_weights(weights)
 
-    card = model_card(run, settings, weights, name=out.name, trust=trust, layout=layout)
+    card = model_card(
+        run=run,
+        settings=settings,
+        weights=weights,
+        name=repo_id or out.name,
+        trust=trust,
+        layout=layout,
+        base_model=base_model,
+    )
     base = inputs.locate_model(settings.model)
     with atomic_write(out) as temporary:
         temporary.mkdir()
@@ -148,16 +183,10 @@ def check_hub_login(
     Also raises InputError if HF_HUB_OFFLINE is set. Connects to the hub.
     """
     from huggingface_hub import HfApi, constants
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
-    from huggingface_hub.utils import LocalTokenNotFoundError, validate_repo_id
+    from huggingface_hub.errors import HfHubHTTPError
+    from huggingface_hub.utils import LocalTokenNotFoundError
 
-    try:
-        validate_repo_id(repo_id)
-    except HFValidationError as error:
-        raise InputError(
-            f"`push_to_hub` must be a repository of the hub, such as name/my-lora; got {repo_id!r} "
-            f"({str(error).splitlines()[0]})"
-        ) from None
+    _check_repository_name(repo_id, "push_to_hub")
     if constants.HF_HUB_OFFLINE:
         raise InputError(
             "`push_to_hub` must be empty while the environment variable HF_HUB_OFFLINE is set; "

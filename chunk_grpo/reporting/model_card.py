@@ -95,9 +95,14 @@ def _markdown_table(rows: Sequence[Mapping]) -> str:  # rows: one or more, each 
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 # %% ../../nbs/12_reporting/05_model_card.ipynb #97d26d43
-def card_data(settings: setting.Settings) -> ModelCardData:  # settings: the run's
+def card_data(
+    settings: setting.Settings,  # the run's
+    base: str
+    | None = None,  # hub id of the base; None: that of the run's model, if it is on the hub
+) -> ModelCardData:
     """Return a card's metadata, which the hub reads from its header: base model, licence, library, pipeline tag and tags."""
-    base = settings.model if is_hub_id(settings.model) else None
+    if base is None and is_hub_id(settings.model):
+        base = settings.model
     licence: dict[str, Any]
     if settings.model in POCKET_MODELS:
         licence = {"license": "apache-2.0"}
@@ -117,29 +122,48 @@ def card_data(settings: setting.Settings) -> ModelCardData:  # settings: the run
     )
 
 
+def _without_private_options(
+    reward_options: Mapping[str, Mapping],  # reward -> option -> value
+) -> dict[str, dict]:
+    """Return the options of rewards without addresses of servers and names of environment variables with secrets."""
+    return {
+        reward: {
+            name: value
+            for name, value in options.items()
+            if not name.endswith("_variable") and "://" not in str(value)
+        }
+        for reward, options in reward_options.items()
+    }
+
+
 def model_card(
     run: Path,  # the run's folder
     settings: setting.Settings,  # the run's settings
     weights: Path,  # folder of the weights: named final, or by the iteration of a checkpoint
-    name: str,  # name of the exported folder
+    name: str,  # name of the exported folder, or id of the repository from which the card's code shall load
     trust: bool = False,  # quote prompts from a file that a run from another machine names
     layout: str = "diffusers",  # layout of an adapter: diffusers, peft or kohya
+    # hub id of the base if the run's model is a folder on this machine; None: only the folder's name is known
+    base_model: str | None = None,
 ) -> str:  # Markdown with a YAML header
     """Return the model card of a run's weights, the text of README.md: settings, scores, and code that samples.
 
     A card of a checkpoint has no scores, since those of a run belong to its final weights.
     """
     is_final = weights.name == "final"
-    is_hub_base = is_hub_id(settings.model)
+    base = base_model or (settings.model if is_hub_id(settings.model) else None)
     # The scores are those of the final weights, so a card of a checkpoint has none.
     summary = run_folder.read_evaluation_summary(run) if is_final else None
 
-    # Settings that differ from their defaults, without paths of this machine.
+    # Settings that differ from their defaults, without paths, addresses and names of secrets of this machine.
     rows = []
     for row in setting.settings_table(settings):
         is_path = row["name"] in ("model", "prompts", "eval_prompts")
         if row["value"] != row["default"] and not is_path:
-            rows.append({"setting": row["name"], "value": row["value"]})
+            value = row["value"]
+            if row["name"] == "reward_options":
+                value = _without_private_options(value)
+            rows.append({"setting": row["name"], "value": value})
     descriptions = {
         "settings": _markdown_table(rows or [{"setting": "none", "value": ""}]),
         "method": settings.method,
@@ -161,14 +185,14 @@ def model_card(
     card = tables.render_template(
         "card.j2",
         **descriptions,
-        data=card_data(settings).to_yaml(),
+        data=card_data(settings, base).to_yaml(),
         name=name,
         run_settings=settings,
         version=chunk_grpo.__version__,
         summary=summary,
-        hub=is_hub_base,
+        hub=base is not None,
         pocket=settings.model in POCKET_MODELS,
-        base=settings.model if is_hub_base else Path(settings.model).resolve().name,
+        base=base or Path(settings.model).resolve().name,
         done=settings.iterations if is_final else int(weights.name),
         hybrid="hybrid" in evaluating.ode_arms(settings),
         options=pipeline_options(settings, pipeline, negative_prompt),
@@ -177,6 +201,7 @@ def model_card(
         start=adapters.START_FILE if (run / adapters.START_FOLDER).is_dir() else "",
         prompt=str(prompt),
         source=f"{name}/{SOURCE_FILE}" if inputs.find_family(family).edits_images else "",
+        is_repository="/" in name,
         source_size=setting.image_size(settings.eval_resolution),
         pipeline=pipeline,
         pipeline_import=pipeline.rpartition(".")[::2] if "." in pipeline else ("diffusers", ""),

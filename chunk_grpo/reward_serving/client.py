@@ -24,7 +24,7 @@ from tenacity import RetryCallState, Retrying, retry_if_exception_type, stop_aft
 from torch import Tensor
 
 from .. import InputError
-from ..core.validation import validation_message
+from ..core.validation import format_value, validation_message
 from .server import PROTOCOL_VERSION, pack_request
 from ..rewards.images import Images, images_to_tensor
 from ..rewards.rewards import batch_slices
@@ -51,6 +51,10 @@ def encode_images(
 # %% ../../nbs/05_reward_serving/01_client.ipynb #32312fe9
 class RewardUnavailable(InputError):
     """Raised if a reward has failed in every try; the run stops and can be resumed."""
+
+    exit_code = (
+        75  # the usual code for a failure that may pass, so a scheduler can repeat the command
+    )
 
 
 class TransientError(Exception):
@@ -90,14 +94,14 @@ def call_with_retries(
 def send_request(
     url: str,  # the server's address, http://host:port
     path: str,  # /health, /score or /check
-    timeout: float,  # time limit for request and answer together, s
+    timeout: float,  # limit of each wait, and of the whole call as soon as the answer's content arrives, s
     token: str | None = None,  # secret that the server expects; None: no token is sent
     body: bytes | None = None,  # body of a POST request; None: a GET request is sent
 ) -> dict:
     """Send one HTTP request to a reward server and return its JSON answer.
 
-    Raises TransientError, because a retry may help, if there is no connection, no answer in time, or a status of 500 or
-    above. Raises InputError for any other status than 200, and if the answer is not a JSON object or is above 4 MB.
+    Raises TransientError, because a retry may help, if there is no connection, no answer in time, or a status of 408, 429 or
+    at least 500. Raises InputError for any other status than 200, and if the answer is not a JSON object or is above 4 MB.
     """
     headers = {"Accept-Encoding": "identity", "Content-Type": "application/octet-stream"}
     if token:
@@ -139,8 +143,8 @@ def _parse_response(
 ) -> dict:
     """Decode a server's JSON answer.
 
-    Raises TransientError if the status is 500 or above. Raises InputError for any other status than 200, and if the
-    answer is not a JSON object.
+    Raises TransientError if the status is 408, 429 or at least 500. Raises InputError for any other status than 200, and if
+    the answer is not a JSON object.
     """
     try:
         content: Any = json.loads(answer)
@@ -152,7 +156,7 @@ def _parse_response(
         else:
             detail = answer[:2000].decode(errors="replace")
         message = "".join(c if c.isprintable() else " " for c in str(detail)[:400]).strip()
-        if status >= 500:
+        if status >= 500 or status in (408, 429):  # the server is overloaded, or limits the rate
             raise TransientError(f"status {status}, {message}")
         raise InputError(f"reward: the server {url} rejected the request ({status}): {message}")
     if not isinstance(content, dict):
@@ -172,13 +176,16 @@ def request_scores(
 ) -> Tensor:  # (B,) float32
     """Send images and prompts to a server and return their scores.
 
-    Raises InputError if the number of prompts is wrong, a record cannot be sent as JSON, or the answer is not one
-    finite number per image.
+    Raises InputError if the number of prompts is wrong, a prompt is no text, a record cannot be sent as JSON, or the answer
+    is not one finite number per image.
     """
-    if len(images) != len(prompts) or not all(isinstance(prompt, str) for prompt in prompts):
+    if len(images) != len(prompts):
         raise InputError(
             f"`prompts` must be one text per image; got {len(prompts)} for {len(images)} images"
         )
+    for prompt in prompts:
+        if not isinstance(prompt, str):
+            raise InputError(f"`prompts` must be one text per image; got {format_value(prompt)}")
     arrays = encode_images(images, pixels)
     try:
         body = pack_request(arrays, prompts, inputs)
@@ -187,9 +194,9 @@ def request_scores(
             f"reward: {server_label} takes records of JSON types only; one has another type ({error})"
         ) from None
     answer = send("/score", body).get("scores")
-    # JSON has integers beyond float's range, which `float` could not convert. NaN passes here and is reported below.
+    # An integer beyond float's range would make `float` fail. NaN and infinity pass here and are reported below.
     are_numbers = isinstance(answer, list) and all(
-        type(x) in (int, float) and abs(x) < 2**1000 or x != x for x in answer
+        type(x) is float or (type(x) is int and abs(x) < 2**1000) for x in answer
     )
     if not are_numbers or len(answer) != len(prompts):
         raise InputError(

@@ -78,6 +78,10 @@ class HPSv3PackageReward:
         return torch.cat(scores).float().cpu()
 
 # %% ../../nbs/05_reward_serving/03_hpsv3_package.ipynb #d29d0776
+# The operators exist as long as the library object does, so keep a reference to it.
+_torchvision_libraries: list = []
+
+
 def load_hpsv3_package(
     checkpoint: str | None = None,  # path of HPSv3.safetensors; None: download it from the hub
     config: str | None = None,  # YAML file that names the base model; None: the package's default
@@ -88,7 +92,8 @@ def load_hpsv3_package(
 ) -> HPSv3PackageReward:  # (images, prompts) -> scores
     """Load the HPSv3 package as a reward; this works only in the environment `hpsv3`.
 
-    Raises ValueError if `batch` is below 1, or if `dtype` is unknown or would have no effect.
+    Raises ValueError if `batch` is below 1, or if `dtype` is unknown, or is bfloat16 on a CPU or with a `config` that loads no
+    bfloat16 weights.
     """
     _check_batch(batch)
     if dtype not in ("auto", "bfloat16", "float32"):
@@ -97,12 +102,13 @@ def load_hpsv3_package(
         device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu"
     if dtype == "bfloat16" and device == "cpu":
         raise ValueError("`dtype` must be auto or float32 on a CPU; got 'bfloat16'")
-    # The operators exist as long as the library object does, so keep a reference to it.
-    load_hpsv3_package.torchvision_library = declare_torchvision_ops()
+    library = declare_torchvision_ops()  # None if the operators exist already
+    if library is not None:
+        _torchvision_libraries.append(library)
     from hpsv3 import HPSv3RewardInferencer  # installed only in the environment `hpsv3`
 
     scorer = HPSv3RewardInferencer(config_path=config, checkpoint_path=checkpoint, device=device)
-    # Only `config` can choose bfloat16; this function converts to float32 alone.
+    # Only `config` can choose bfloat16; this function only converts to float32.
     has_bfloat16 = any(weight.dtype == torch.bfloat16 for weight in scorer.model.parameters())
     if dtype == "bfloat16" and not has_bfloat16:
         raise ValueError(

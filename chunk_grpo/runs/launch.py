@@ -52,6 +52,7 @@ from chunk_grpo.core.machine import (
     die_with_parent,
     raise_on_sigterm,
 )
+from ..reward_serving.client import RewardUnavailable
 from chunk_grpo.runs.run_folder import (
     create_run,
     file_of_run,
@@ -187,7 +188,7 @@ def print_progress(
 def _explain_error(error: BaseException) -> tuple[int, str, str]:  # exit code, reason, traceback
     """Translate an error into an exit code, a reason and, for a crash, the traceback.
 
-    Exit code 2 means bad input or a full disk, 130 or 143 an interrupt, and 1 a crash.
+    Exit code 2 means bad input or a full disk, 75 an unavailable reward, 130 or 143 an interrupt, and 1 a crash.
     """
     text = "".join(traceback.format_exception(error))
     if isinstance(error, KeyboardInterrupt):
@@ -203,7 +204,9 @@ def _explain_error(error: BaseException) -> tuple[int, str, str]:  # exit code, 
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
         return 2, "out: no disk space; free some and resume the run.", ""
     if isinstance(error, InputError):
-        return 2, str(error), ""
+        return error.exit_code, str(error), ""
+    if isinstance(error, TrainingFailed):  # describes the crash of another process
+        return 1, str(error), ""
     return 1, f"{type(error).__name__}: {' '.join(str(error).split())}".removesuffix(": "), text
 
 # %% ../../nbs/09_runs/01_launch.ipynb #8c9b8c21
@@ -219,14 +222,19 @@ def _explain_first_failure(
         """Return when a worker failed: 0 if it was killed, infinity if the agent ended it or it left no error file."""
         was_killed = failures[rank].exitcode < 0 and -failures[rank].exitcode != signal.SIGTERM
         default = 0.0 if was_killed else float("inf")
-        return failures[rank].error_file_data.get("time", default)
+        report = failures[rank].error_file_data
+        # A worker without a traceback only repeats the crash of another one.
+        is_repeated = report.get("exit_code") == 1 and not report.get("traceback")
+        return default if is_repeated else report.get("time", default)
 
     rank = min(failures, key=failure_time)
     code, report = failures[rank].exitcode, failures[rank].error_file_data
     if "time" in report:
         # The agent may have ended this worker after it wrote its error, so the exit code may be that of SIGTERM.
-        if report["exit_code"] == 2:
-            return 2, report["message"], ""
+        if report["exit_code"] != 1:
+            return report["exit_code"], report["message"], ""
+        if not report["traceback"]:  # the message describes the crash of another process
+            return 1, report["message"], ""
         return 1, f"rank {rank}: {report['message']}", report["traceback"]
     if code < 0:
         reason = f"rank {rank} was killed by {failures[rank].signal_name()}"
@@ -371,7 +379,8 @@ def train_folder(
             with open(file_of_run(run, log), "a", encoding="utf-8") as file:
                 file.write(text)
         # Only the first machine changes more than its log.
-        if not node_rank and code == 2 and roll_back_if_rejected and not read_metrics_lines(run):
+        is_rejected = code in (InputError.exit_code, RewardUnavailable.exit_code)
+        if not node_rank and is_rejected and roll_back_if_rejected and not read_metrics_lines(run):
             _roll_back(run)
         elif not node_rank and not _is_finished(run):
             status = "interrupted" if is_interrupt else "failed"
@@ -380,7 +389,9 @@ def train_folder(
             raise
         # A worker's error was raised in another process, so the agent's error is not its cause.
         cause = None if failures else error
-        if code == 2:
+        if code == RewardUnavailable.exit_code:
+            raise RewardUnavailable(reason) from cause
+        if code == InputError.exit_code:
             raise InputError(reason) from cause
         message = f"training stopped in {run}: {reason}; the log is {run / log}"
         raise TrainingFailed(message) from cause
@@ -517,6 +528,13 @@ def train(
         check_processes(settings, total)
         check_environment_variables(settings.compile)
         run = Path(os.path.realpath(str(out)))
+        # The first machine does not train a finished run again, so this one would wait for it in vain.
+        if (
+            resume
+            and _is_finished(run)
+            and not settings.iterations > read_run_settings(run).iterations
+        ):
+            return run
     train_folder(
         run=run,
         callbacks=callbacks,

@@ -659,6 +659,17 @@ def _check_same_model_index(
         )
 
 
+def _warn_of_raw_sum(settings: Settings) -> None:
+    """Warn if the raw scores of several rewards are added, because their weights then act on different units."""
+    names = list(reward_weights(settings))
+    if len(names) > 1 and settings.credit in ("batch", "none"):
+        warnings.warn(
+            f"`credit` {settings.credit} adds the raw scores of {' and '.join(names)}, so a reward counts by its weight times "
+            "the spread of its scores; `credit` group standardises each reward first",
+            stacklevel=2,
+        )
+
+
 def _warn_of_rounding(
     out: Path,  # the run folder
     run_info: dict,  # content of run.json
@@ -717,6 +728,7 @@ def create_run(
         check_same_code(previous_info, code, out)  # before any of the code is imported
     if not done:
         _check_can_train(settings, out)
+        _warn_of_raw_sum(settings)
     hashes = check_and_hash_inputs(settings)
     start_adapter = None
     if settings.lora_start:

@@ -38,7 +38,7 @@ from chunk_grpo.core.validation import (
     validation_message,
 )
 from ..evaluation.evaluate import check_evaluation_changes
-from ..models.inputs import check_and_hash_inputs, hash_prompts, hash_records
+from ..models.inputs import hash_inputs, hash_prompts, hash_records
 from ..training.method_loading import load_method
 
 # %% ../../nbs/13_studies/00_design.ipynb #30403af5
@@ -395,6 +395,8 @@ smallest_effect: 0.1 # of the gain of the reference: the smallest difference tha
 stopping: After all seeds of all arms; nobody looks at differences between arms before that.
 seeds: {seeds}
 reference: {reference} # the others are compared with it
+# Arms share base.yaml, for example its clip_range and learning_rate, except for what the preset of their method sets,
+# for example how several rewards become an advantage (credit).
 arms:
 {arm_lines}
 {tuning}"""
@@ -681,7 +683,7 @@ def find_finished_row(
     # Hashing a model takes a while, so it is done only if a row could match.
     if not candidates:
         return None
-    hashes = check_and_hash_inputs(trial.settings)
+    hashes = hash_inputs(trial.settings)
     code = trial.code_hashes()
     held_out = held_out_hash(setting.load_settings(trial.settings, trial.evaluation))
     for row in candidates:

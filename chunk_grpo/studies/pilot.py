@@ -273,7 +273,11 @@ def tune_study(
     finished_rows: Sequence[Mapping] = (),  # rows of trials that were finished elsewhere
     log: Callable[[str], None] = print,  # receives status lines
 ) -> dict[str, dict]:  # keyed by arm, then by settings, gain, edge and points
-    """Tune the arms of a study on validation prompts; write the results of `choose_settings` to tuned.yaml, and return them."""
+    """Tune the arms of a study on validation prompts, write the results of `choose_settings` to tuned.yaml, and return them.
+
+    As long as an arm's best point lies at the edge of its grid, at most `tune_growth` times, the next points beyond the edge
+    are tried too.
+    """
     home = find_study_folder(source)
     out = Path(out or Path("runs") / "studies" / f"{home.name}-tuning")
     study = load_study(source)
@@ -290,7 +294,9 @@ def tune_study(
             unplanned=True,
         )
         best_points = choose_settings(study, rows, added_points)
-        further = next_points(study, best_points) if i < study.tune_growth else {}
+        if i == study.tune_growth:
+            break
+        further = next_points(study, best_points)
         further = allowed_points(home, study, further, best_points, log)
         if not further:
             break

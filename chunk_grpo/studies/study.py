@@ -283,16 +283,18 @@ def find_run_with_same_base(
 def main(
     arguments: list[str] | None = None,  # holds the run folder; None: use the command line
 ) -> int:  # exit code: 0, 1 if training failed, 2 if the input was wrong or the code was changed
-    """Train and evaluate the trial in a run folder, and write its row."""
+    """Train the trial in a run folder unless it is finished, evaluate it, and write its row.json and base.json."""
     run = Path((sys.argv[1:] if arguments is None else arguments)[0])
     try:
         if run_folder.read_run_info(run)["status"] != "finished":
-            launch.train_folder(run, roll_back_if_rejected=not (run / "train.log").stat().st_size)
+            # An empty log means that this is the first start, so rejected input may remove what the run has written.
+            is_first_start = not (run / "train.log").stat().st_size
+            launch.train_folder(run, roll_back_if_rejected=is_first_start)
         trial = read_json(run / "trial.json")
         settings = setting.load_settings(run_folder.read_run_settings(run), trial["evaluation"])
         code = code_hashes(settings)
         if trial["splits"]:
-            arms = evaluate.split_sweep_arms(settings, trial["splits"])
+            arms = evaluate.split_sweep_arms(settings, spacing=trial["splits"])
         else:
             arms = evaluate.ode_arms(settings)
         identity = base_identity(run, settings, code)
@@ -714,12 +716,11 @@ def run_study(
         *finished_rows,
         *(row for file in [out / "results.jsonl", *other_results] for row in read_json_lines(file)),
     ]
-    if not all(find_finished_row(trial, out, finished_rows) for trial in requested):
+    missing = [trial for trial in requested if not find_finished_row(trial, out, finished_rows)]
+    if missing:
         plan = plan_record(find_study_folder(source), unplanned)
         _check_plan_unchanged(out, plan)
-        check_trials(
-            [trial for trial in requested if not find_finished_row(trial, out, finished_rows)], out
-        )
+        check_trials(missing, out)
         plan |= {"peeks": read_peeks(out, plan)}
         requested = [dataclasses.replace(trial, plan=plan) for trial in requested]
 

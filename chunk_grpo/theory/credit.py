@@ -121,7 +121,7 @@ def select_exploiting_images(
 
 # %% ../../nbs/00_theory/07_credit.ipynb #2f1277ba
 def relative_nearest_distances(
-    features: Tensor,  # features of P prompts with G images each, (P, G, E)
+    features: Tensor,  # features of P prompts with G images each, (P, G, E); G is at least 2
 ) -> Tensor:  # (P, G), with mean 1 in each group, or 0 if all its images are equal
     """Compute the cosine distance of each image to the nearest image of its group, divided by its mean over the group.
 
@@ -129,6 +129,7 @@ def relative_nearest_distances(
     """
     unit = torch.nn.functional.normalize(features.float(), dim=2)
     distance = (1 - unit @ unit.mT).clamp(0, 2)
+    distance = torch.where(distance > 1e-6, distance, 0.0)  # smaller distances are rounding errors
     itself = torch.eye(distance.shape[1], dtype=torch.bool, device=distance.device)
     nearest = distance.masked_fill(itself, torch.inf).amin(2)
     return nearest / nearest.mean(1, keepdim=True).clamp(min=1e-8)

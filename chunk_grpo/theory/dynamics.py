@@ -139,8 +139,8 @@ def _check_mean_distances(mean: Tensor) -> None:
     positive = mean.sum(1, keepdim=True) > 0
     if not bool((mean.isfinite() & (mean >= 0) & positive).all()):
         raise InputError(
-            "`distance` must have finite means from 0 in all chunks, and one above 0; got means that are negative, "
-            "not finite or all 0"
+            "`distance` must have a finite mean of at least 0 in every chunk, and a mean above 0 in at least one; got means "
+            "that are negative, not finite or all 0"
         )
 
 

@@ -25,11 +25,15 @@ MAX_ETA = {"flow": math.sqrt(2), "dance": math.sqrt(2), "cps": 1.0, "ode": math.
 # %% ../../nbs/00_theory/01_sampler.ipynb #f718c0d5
 def diffusion_coefficient(
     sigma: Tensor,  # noise level at the start of the transition, () or (B,)
-    second_sigma: Tensor,  # noise level sigma_1, (); replaces sigma in the denominator if sigma is 1
+    # noise level after the first transition, (); for flow it replaces sigma in the denominator at sigma 1, where 1 - sigma is 0
+    second_sigma: Tensor,
     kind: str,  # "flow" or "dance"
     eta: float | Tensor,  # strength of the noise: a number, or the shape of sigma
-) -> Tensor:  # s, the shape of sigma; noise per square root of noise level
-    """Compute the noise coefficient s of the SDE (7): eta sqrt(sigma / (1 - sigma)) for flow, and eta for dance."""
+) -> Tensor:  # s, the shape of sigma
+    """Compute the diffusion coefficient s of the SDE (7): eta sqrt(sigma / (1 - sigma)) for flow, and eta for dance.
+
+    A transition adds noise of standard deviation s sqrt(sigma_i - sigma_{i+1}).
+    """
     if kind == "flow":
         return eta * (sigma / (1 - torch.where(sigma > 1 - 1e-6, second_sigma, sigma))).sqrt()
     return eta * torch.ones_like(sigma)
@@ -71,13 +75,13 @@ def cps_coefficients(
 # %% ../../nbs/00_theory/01_sampler.ipynb #9d975cec
 def multistep_weights(
     sigmas: Tensor,  # noise levels, (T + 1,), decreasing
-) -> Tensor:  # (T,) float64, 0 in the first and the last transition, which take Euler's step
+) -> Tensor:  # (T,) float64, 0 in the first two and the last transition, which take an Euler step
     """Compute the weight of the second-order term of DPM-Solver++ in every transition.
 
-    The solver adds to Euler's step the weight times the change of the predicted image x_0 since the previous transition.
+    The solver adds to the Euler step the weight times the change of the predicted image x_0 since the previous transition.
     """
     levels = sigmas.double()
-    # Infinite in the first and the last transition, which keep Euler's step
+    # Infinite in the first and the last transition, which keep the Euler step
     step = ((1 - levels) / levels).log().diff()
     weight = (1 - levels[2:]) * -(-step[1:]).expm1() * step[1:] / (2 * step[:-1])
     return torch.cat([weight.new_zeros(1), weight.where(weight.isfinite(), 0.0)])
@@ -144,7 +148,7 @@ def _transition_coefficients(
 ) -> tuple[Tensor, Tensor, Tensor]:  # (a, b, std), (T,) each, float32 or better
     """Compute the coefficients of every transition, whose mean is a x + b v and whose standard deviation is std.
 
-    A transition with eta 0 takes Euler's step of the ODE, whatever the kind.
+    A transition with eta 0 takes an Euler step of the ODE, whatever the kind.
     """
     levels = sigmas.to(torch.promote_types(sigmas.dtype, torch.float32))
     sigma, next_sigma, eta = levels[:-1], levels[1:], eta.to(levels.device)
@@ -178,7 +182,7 @@ class Sampler:
     solver: str = "euler"
     # noise level sigma_1, (), that replaces a sigma of 1 in the noise coefficient; None: sigmas[1]
     second: Tensor | None = None
-    # weights from `multistep_weights`, (T,) float64; 0 for transitions that take Euler's step
+    # weights from `multistep_weights`, (T,) float64; 0 for transitions that take an Euler step
     second_order: Tensor = field(init=False)
     # indices of the transitions with noise, increasing, (n,) long
     stochastic: Tensor = field(init=False)

@@ -10,6 +10,7 @@ __all__ = ['MAX_IDLE_ITERATIONS', 'StopTraining', 'Callback', 'load_callback', '
 import functools
 import hashlib
 import math
+import os
 import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -201,7 +202,10 @@ class Logger(Callback):
                 "swanlab": {"experiment_name": name},
                 "mlflow": {"run_name": name},
             }
-            state.accelerator.init_trackers("chunk_grpo", config=flat, init_kwargs=options)
+            project = "chunk_grpo"
+            if state.settings.tracker == "wandb":
+                project = os.environ.get("WANDB_PROJECT") or project  # as users of W&B expect
+            state.accelerator.init_trackers(project, config=flat, init_kwargs=options)
 
     def on_log(self, state, line: dict) -> None:
         """Append the line to metrics.jsonl, pass its numbers and images to the trackers, and log it."""
@@ -257,14 +261,17 @@ def _clip_alarm(
         fractions = [x for x in line.get("clip_fraction") or [] if x is not None]
         return sum(fractions) / len(fractions) if fractions else 0.0
 
-    most = (settings.updates_per_iteration - 1) / settings.updates_per_iteration
-    if not most or not _holds_in_a_row(lines, lambda line: clipped_share(line) > 0.75 * most):
+    # In the first update of an iteration every ratio is 1, which no clip range can clip.
+    largest_share = (settings.updates_per_iteration - 1) / settings.updates_per_iteration
+    if not largest_share:
+        return ""
+    if not _holds_in_a_row(lines, lambda line: clipped_share(line) > 0.75 * largest_share):
         return ""
     name, _ = _clip_range_setting(settings)
     value = f"{settings.clip_range:g}" if name == "clip_range" else settings.surrogate
     return (
-        f"clipping removed the gradient of {clipped_share(lines[-1]):.0%} of the chunk samples, of at most {most:.0%}: the "
-        f"steps are too large for `{name}` {value}"
+        f"clipping removed the gradient of {clipped_share(lines[-1]):.0%} of the chunk samples, of at most "
+        f"{largest_share:.0%}: the steps are too large for `{name}` {value}"
     )
 
 
@@ -347,7 +354,8 @@ def _hacking_alarm(
 ) -> str:
     """Return a warning if the training reward rose and a held-out score fell, otherwise an empty string.
 
-    Each must have changed by more than two standard errors.
+    The reward's mean over the last five iterations is compared with that over the first five, and the held-out score in the
+    newest line with that of the base in the first line. Each must have changed by more than two standard errors.
     """
     reward = _first_and_last(lines, "reward_mean")
     if reward is None:
@@ -357,17 +365,19 @@ def _hacking_alarm(
         return ""
     base = lines[0]
     newest = lines[-1]
-    for name in [
+    held_out_names = [
         key
         for key in newest
         if key.startswith("eval_") and f"{key}_se" in newest and not key.endswith("_hybrid")
-    ]:
+    ]
+    for name in held_out_names:
         before, error_before, after, error_after = numbers = [
             line.get(key) for line in (base, newest) for key in (name, f"{name}_se")
         ]
         if None not in numbers and before - after > 2 * math.hypot(error_before, error_after):
             return (
-                f"the reward rose from {reward_before:.4g} to {reward_after:.4g} while held-out {name[5:]} fell from "
+                f"the reward rose from {reward_before:.4g} to {reward_after:.4g} while held-out "
+                f"{name.removeprefix('eval_')} fell from "
                 f"{before:.4g} to {after:.4g}"
             )
     return ""

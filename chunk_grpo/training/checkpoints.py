@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['COPIED_FILES', 'Groups', 'flatten_optimizer', 'load_optimizer_tensors', 'write_manifest', 'list_checkpoints',
-           'remove_old_checkpoints', 'write_checkpoint', 'damaged', 'reject_unreadable', 'read_manifest',
-           'verify_checkpoint', 'is_finite', 'tensor_problem', 'read_tensors']
+           'remove_old_checkpoints', 'checkpoint_folder', 'write_checkpoint', 'damaged', 'reject_unreadable',
+           'read_manifest', 'verify_checkpoint', 'is_finite', 'tensor_problem', 'read_tensors']
 
 # %% ../../nbs/07_training/14_checkpoints.ipynb #7940fbc3
 import contextlib
@@ -151,6 +151,14 @@ def _save_sharded(
     return {file: digest for of_process in digests for file, digest in of_process.items()}
 
 
+def checkpoint_folder(
+    run: Path | str,  # the run folder
+    iteration: int,  # number of finished iterations
+) -> Path:
+    """Return the folder of a run's checkpoint after some iterations, such as checkpoints/000020; it may not exist."""
+    return Path(run) / "checkpoints" / f"{iteration:06d}"
+
+
 def write_checkpoint(
     run: Path,  # the run folder
     iteration: int,  # number of finished iterations
@@ -169,7 +177,7 @@ def write_checkpoint(
         _save_sharded(Path(), groups)
         dist.barrier()
         return
-    with atomic_write(Path(run) / "checkpoints" / f"{iteration:06d}", replace=True) as folder:
+    with atomic_write(checkpoint_folder(run, iteration), replace=True) as folder:
         folder.mkdir()
         digests = _save_sharded(folder, groups) if sharded else {}
         for name, tensors in () if sharded else groups.items():
@@ -216,15 +224,14 @@ def read_manifest(
 
     Its keys are iteration, run_id, settings, files (the sha256 of each file, keyed by name) and sha256.
     """
+    file = folder / "manifest.json"
     with reject_unreadable(folder):
-        content = (
-            read_json(folder / "manifest.json") if (folder / "manifest.json").exists() else None
-        )
+        content = read_json(file) if file.exists() else None
     if content is None:
         raise damaged(folder, "it has no manifest.json, as if it were cut or of an earlier version")
-    if not isinstance(content.get("files"), dict) or content.get("sha256") != _hash_manifest(
-        content
-    ):
+    if not isinstance(content.get("files"), dict):
+        raise damaged(folder, "manifest.json was changed")
+    if content.get("sha256") != _hash_manifest(content):
         raise damaged(folder, "manifest.json was changed")
     return content
 

@@ -28,7 +28,10 @@ def _score_completions_of_one_size(
     levels: Tensor,  # (n + 1,) long, indices of the noise levels that the ODE visits; the last is T
     image_index: Tensor,  # (b,) long, positions of images of the same size, in whole groups
 ) -> dict[str, Tensor]:  # raw scores (b,), keyed by reward
-    """Complete trajectories of one image size by the ODE, from their states at the first level, and score the images."""
+    """Complete trajectories of one image size by the ODE, from their states at the first level, and score the images.
+
+    The policy must have this size already.
+    """
     start = int(levels[0])
     paths = context.trajectories
     policy = state.policy
@@ -40,7 +43,7 @@ def _score_completions_of_one_size(
     # One image of each distinct state is enough.
     distinct = image_index[::images_per_state]
     # position of each image's prompt in the list of prompts
-    prompts = [paths.keys[i].prompt for i in image_index.tolist()]
+    prompt_positions = [paths.keys[i].prompt for i in image_index.tolist()]
 
     final = complete_states(
         policy=policy,
@@ -53,25 +56,25 @@ def _score_completions_of_one_size(
 
     scores = {}
     # number of each image's group among these images
-    groups = [i // state.settings.images_per_prompt for i in range(len(prompts))]
+    groups = [i // state.settings.images_per_prompt for i in range(len(image_index))]
     for name in state.reward_weights:
         reward = state.rewards[name]
-        repeats = images_per_state
+        images_per_score = images_per_state
         reward_images = images
         # A reward that compares the images of a group must get all of them.
         if "groups" in extra_inputs(reward):
             reward_images = images.repeat_interleave(images_per_state, 0)
-            repeats = 1
-        scored_prompts = prompts[::repeats]
+            images_per_score = 1
+        scored_positions = prompt_positions[::images_per_score]
         raw = score_images(
             name=name,
             reward=reward,
             images=reward_images,
-            prompts=[state.prompts[p] for p in scored_prompts],
-            records=state.records_of(scored_prompts),
-            groups=groups[::repeats],
+            prompts=[state.prompts[p] for p in scored_positions],
+            records=state.records_of(scored_positions),
+            groups=groups[::images_per_score],
         )
-        scores[name] = raw.repeat_interleave(repeats)
+        scores[name] = raw.repeat_interleave(images_per_score)
     return scores
 
 

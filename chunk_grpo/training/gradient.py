@@ -111,28 +111,21 @@ def check_statistic(
     if "statistic" in method.checked:
         return
     size = method.statistic_size
+    size_name = "statistic_size"
     # The package's objective reads the log-ratio and, for dppo, the divergence.
     if type(method).objective is Method.objective:
         size = 2 if method.surrogate and method.surrogate.kind == "dppo" else 0
+        size_name = "2"
     elif not size and not method.has_ratio and isinstance(value, Tensor) and value.ndim == 2:
         # Without a ratio, a method's own objective may read any number of values.
         size = value.shape[1]
-    if size:
-        check_floats(
-            method=method,
-            hook="statistic",
-            value=value,
-            shape=(transition_count, size),
-            shape_names="(m, statistic_size)",
-        )
-    else:
-        check_floats(
-            method=method,
-            hook="statistic",
-            value=value,
-            shape=(transition_count,),
-            shape_names="(m,)",
-        )
+    check_floats(
+        method=method,
+        hook="statistic",
+        value=value,
+        shape=(transition_count, size) if size else (transition_count,),
+        shape_names=f"(m, {size_name})" if size else "(m,)",
+    )
 
 # %% ../../nbs/07_training/08_gradient.ipynb #e91d279a
 def _join_batches(

@@ -144,43 +144,60 @@ def check_method_metrics(
     return plain
 
 # %% ../../nbs/07_training/13_metrics.ipynb #1cd3c96d
-def collect_metrics(
+def _gather_measurements(
     state: TrainingState,
-    rollout: Rollout,  # of the finished iteration
     update: Update,  # the iteration's optimizer steps
-    base: dict[str, Tensor] | None = None,  # scores of the base, of `score_base`; None: no baseline
-) -> dict:  # a line of metrics.jsonl, keyed by metric, without seconds and evaluation
-    """Collect the metrics of a finished iteration over all processes, each of which must call this function."""
-    settings = state.settings
-    method = state.method
-    device = state.accelerator.device
-    norms = update.norms
-    gather: Any = state.accelerator.gather
-
-    # Gather the method's measurements of all chunk samples. Processes may have different numbers of rows, so pad them.
+) -> tuple[
+    dict[str, Tensor], Tensor
+]:  # measurements (n,), keyed by name, and chunk numbers (n,) long
+    """Gather the method's measurements of the chunk samples of all processes, and the number of each sample's chunk."""
     columns = {
         name: torch.cat([stats.items[name] for stats in update.stats])
         for name in update.stats[0].items
     }
     chunk_numbers = torch.cat([update_batch.chunk for update_batch in update.batches])
+    device = state.accelerator.device
     # A measurement may be a bool, so exchange doubles, which hold the chunk numbers exactly.
     local_rows = [x.double().to(device) for x in (*columns.values(), chunk_numbers)]
-    table = gather(
-        state.accelerator.pad_across_processes(torch.stack(local_rows, dim=1), pad_index=-1)
-    ).cpu()
+    # Processes may have different numbers of rows, so pad them.
+    padded = state.accelerator.pad_across_processes(torch.stack(local_rows, dim=1), pad_index=-1)
+    gather: Any = state.accelerator.gather
+    table = gather(padded).cpu()
     table = table[table[:, -1] >= 0]
     *rows, chunk = table.T
     measurements = {
         name: row.to(column.dtype)
         for (name, column), row in zip(columns.items(), rows, strict=True)
     }
+    return measurements, chunk.long()
+
+
+def collect_metrics(
+    state: TrainingState,
+    rollout: Rollout,  # of the finished iteration
+    update: Update,  # the iteration's optimizer steps
+    base: dict[str, Tensor] | None = None,  # scores of the base, of `score_base`; None: no baseline
+) -> dict:  # a line of metrics.jsonl, keyed by metric, without seconds and evaluation
+    """Collect the metrics of a finished iteration over all processes, each of which must call this function.
+
+    `reward_mean` and `reward_se` are those of the first reward in `reward`; `reward_std` is the standard deviation within a
+    group of the combined reward, see `combine_rewards`.
+    """
+    settings = state.settings
+    method = state.method
+    device = state.accelerator.device
+    norms = update.norms
+    gather: Any = state.accelerator.gather
+
+    measurements, chunk = _gather_measurements(state, update)
     assert state.profile is not None  # the trainer has measured it
     chunk_count = len(
         method.chunks(state.profile[method.trainable_steps(method.sampler(state.iteration - 1))])
     )
     method_metrics = method.metrics(
         measurements,
-        chunk.long().clamp(max=chunk_count - 1),
+        # With adaptive chunks a trajectory may have more chunks than the mean profile; these count as its last.
+        chunk.clamp(max=chunk_count - 1),
         chunk_count,
     )
     method_metrics = check_method_metrics(method_metrics, type(method).__name__)
@@ -191,10 +208,10 @@ def collect_metrics(
         local_errors = torch.tensor([ratio_errors], dtype=torch.float64, device=device)
         ratio_errors = gather(local_errors).amax(0).tolist()
 
-    trained = sum(len(update_batch.chunk_sample_ids) for update_batch in update.batches)
-    kl = sum(stats.kl for stats in update.stats)
-    trained, kl = (
-        gather(torch.tensor([x], device=device)).cpu() for x in (trained, kl / len(update.stats))
+    local_trained = sum(len(update_batch.chunk_sample_ids) for update_batch in update.batches)
+    local_kl = sum(stats.kl for stats in update.stats) / len(update.stats)
+    trained, kl = (  # one number per process
+        gather(torch.tensor([x], device=device)).cpu() for x in (local_trained, local_kl)
     )
     # the prompts of all processes, in the order of the processes
     texts = [state.prompts[p] for p in state.all_prompts(state.iteration - 1)]

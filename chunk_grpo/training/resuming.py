@@ -30,8 +30,8 @@ def _key_by_position(tensors: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]
 
 
 def last_checkpoint_folder(state: TrainingState) -> Path:
-    """Return the checkpoint folder of the last finished iteration, such as checkpoints/000020; it may not exist."""
-    return state.run / "checkpoints" / f"{state.iteration:06d}"
+    """Return the checkpoint folder of the last finished iteration; it may not exist."""
+    return checkpoints.checkpoint_folder(state.run, state.iteration)
 
 
 def save_checkpoint(state: TrainingState) -> Path:  # its folder

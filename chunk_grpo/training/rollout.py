@@ -365,7 +365,7 @@ def sample_sde(
         states = shared_states(options.noise_owner, sampler.stochastic).tolist()
 
     def velocity(step: int, current: Tensor, network_sigma: Tensor) -> Tensor:
-        """Return the velocities (B, S, C) at a step; compute only those that no other image or batch has given."""
+        """Return the velocities (B, S, C) at a step, and reuse those already computed for other images or batches."""
         if states is not None:
             return _velocity_per_shared_state(
                 policy=policy,

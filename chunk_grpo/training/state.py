@@ -209,24 +209,25 @@ def make_accelerator(
 ) -> Accelerator:
     """Create the `Accelerator` that manages a run's processes; accelerate's environment variables are ignored.
 
-    Raises InputError if accelerate uses another device than `device`.
+    If an earlier run of this Python process used another kind of device, accelerate's global state is reset. Raises InputError
+    if `device` is cuda and torch sees no GPU, or if accelerate uses another device than `device`.
     """
     timeout = InitProcessGroupKwargs(timeout=trainable.PROCESS_TIMEOUT)
-    kind = choose_device(device)
+    device_type = choose_device(device)
     # Accelerate keeps the first device of this Python process, such as that of an earlier run, until its state is reset.
     first_device = PartialState._shared_state.get("device")
-    is_stale = first_device is not None and first_device.type != kind
+    is_stale = first_device is not None and first_device.type != device_type
     if is_stale and not torch.distributed.is_initialized():
         AcceleratorState._reset_state(reset_partial_state=True)
     with without_foreign_settings():
         accelerator = Accelerator(
-            cpu=kind == "cpu",
+            cpu=device_type == "cpu",
             mixed_precision="no",
             log_with=tracker,
             project_dir=str(run),
             kwargs_handlers=[timeout],
         )
-    if accelerator.device.type != kind:
+    if accelerator.device.type != device_type:
         raise InputError(
             f"`device` must be the one that accelerate uses in this process, {accelerator.device.type}; got {device}"
         )

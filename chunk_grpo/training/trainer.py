@@ -16,6 +16,7 @@ from accelerate.utils import gather_object
 from ..core import files, machine, settings as setting
 from .callbacks import Alarms, Callback, Logger, StopTraining
 from chunk_grpo.training.groups import (
+    ScoringFailed,
     check_rollout_is_finite,
     count_seconds,
     measure_profile,
@@ -142,13 +143,15 @@ def train_run(
             if stop:
                 raise stop
 
-        def save_interrupted() -> None:
-            """Write a checkpoint of the last finished iteration after SIGTERM, unless there is one already."""
+        def save_interrupted(
+            reason: str,  # why the run ends, for the log
+        ) -> None:
+            """Write a checkpoint of the last finished iteration, unless there is one already."""
             writes_checkpoint = state.policy.sharded or state.accelerator.is_main_process
             if state.iteration and writes_checkpoint and not last_checkpoint_folder(state).is_dir():
                 with machine.defer_sigterm():
                     folder = save_checkpoint(state)
-                    log(f"interrupted; the checkpoint of iteration {state.iteration} is written")
+                    log(f"{reason}; the checkpoint of iteration {state.iteration} is written")
                     announce("on_save", folder)
 
         if base:
@@ -158,8 +161,17 @@ def train_run(
                 while state.iteration < settings.iterations:
                     finish_iteration(train_iteration(state))
         except machine.Terminated:
-            save_interrupted()
+            save_interrupted("interrupted")
             raise
+        except ScoringFailed as failure:
+            try:
+                save_interrupted("scoring failed")
+            except Exception as error:  # it must not hide why scoring failed
+                log(
+                    f"warning: no checkpoint of iteration {state.iteration} could be written: {error}"
+                )
+            state.accelerator.wait_for_everyone()  # all processes write sharded weights
+            raise failure.error from None
         save_final_weights(state)
         announce("on_train_end")
     state.accelerator.wait_for_everyone()

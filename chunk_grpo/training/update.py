@@ -50,9 +50,9 @@ def measure_ratio_errors(
     """Measure the largest |ratio - 1| of a chunk sample before any update, in two ways.
 
     The first number compares two replays in the batches of training, one without and one with autograd's graph. The
-    second compares the log-probabilities from the rollout with those from the replay with graph.
+    second compares the log-probabilities from the rollout with those from the replay with graph. A compiled policy uses a
+    graph in both replays. The method must have log-probabilities, and every trained transition must be stochastic.
     """
-    # Both passes use the batches of training and differ only in the graph.
     without_graph = compute_transition_stats(
         context=context, update_batch=update_batch, method=method, graph=False
     )[0]

@@ -1,0 +1,201 @@
+"""Runs that nobody watches: what a failed reward costs, what a scheduler is told, and what others get of a run."""
+
+import json
+
+import pytest
+import torch
+from commands import run
+from small_runs import metrics, trained, write
+from typer.testing import CliRunner
+
+from chunk_grpo import InputError, export_run
+from chunk_grpo.cli import main
+from chunk_grpo.core import settings
+from chunk_grpo.core.files import read_json
+from chunk_grpo.core.machine import TrainingFailed
+from chunk_grpo.evaluation.judge import parse_rating
+from chunk_grpo.models import trainable
+from chunk_grpo.reward_serving.client import RewardUnavailable, TransientError, _parse_response
+from chunk_grpo.runs import launch, run_folder
+
+FEW = {
+    "reward": "tiny_rewards:broken_while",
+    "iterations": 4,
+    "eval_every": 0,
+    "checkpoint_every": 100,
+}
+
+
+@pytest.fixture
+def broken(tmp_path, monkeypatch):
+    """The file that breaks the reward while it exists."""
+    file = tmp_path / "broken"
+    monkeypatch.setenv("BROKEN_WHILE", str(file))
+    return file
+
+
+@pytest.mark.parametrize(
+    ("text", "error_class"), [("", TrainingFailed), ("away", RewardUnavailable)]
+)
+def test_a_failed_reward_costs_only_the_iteration_in_flight(tmp_path, broken, text, error_class):
+    """A checkpoint is written although none was due, and the resumed run equals one that nothing stopped."""
+    world = write(tmp_path, **FEW)
+    whole = launch.train(world / "s.yaml", tmp_path / "whole")
+
+    def break_after_two(line, settings):
+        if line["iteration"] == 2:
+            broken.write_text(text)
+
+    with pytest.raises(error_class, match="no ink is left" if not text else "is away"):
+        launch.train(world / "s.yaml", tmp_path / "run", callbacks=[break_after_two])
+    folders = sorted(folder.name for folder in (tmp_path / "run/checkpoints").iterdir())
+    assert folders == ["000002"]
+    assert "scoring failed; the checkpoint of iteration 2 is written" in (
+        (tmp_path / "run/train.log").read_text()
+    )
+    assert read_json(tmp_path / "run/run.json")["status"] == "failed"
+
+    broken.unlink()
+    resumed = launch.train(world / "s.yaml", tmp_path / "run", resume=True)
+    assert metrics(resumed) == metrics(whole) and trained(resumed) == trained(whole)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sharding", ["none", "fsdp"])
+def test_all_processes_write_a_checkpoint_together_when_one_of_them_cannot_score(
+    tmp_path, sharding
+):
+    """The second process raises in the second iteration; the reason and the checkpoint of the first are there."""
+    world = write(tmp_path, **FEW | {"reward": "tiny_rewards:out_of_ink", "sharding": sharding})
+    ink = tmp_path / "ink"
+    ink.write_text("")
+    words = ["train", world / "s.yaml", "--processes", 2, "--out", tmp_path / "run", "--no-report"]
+    said = run(*words, code=1, INK=ink)
+    assert "rank 1: ValueError: no ink is left" in said
+    assert [folder.name for folder in (tmp_path / "run/checkpoints").iterdir()] == ["000001"]
+
+
+def test_a_judge_that_does_not_answer_has_an_exit_code_of_its_own(tmp_path):
+    """A scheduler can tell it from wrong input; nothing is left of a run that never began."""
+    options = {"base_url": "http://127.0.0.1:9/v1", "model": "judge", "retries": 0}
+    words = ["reward=vlm-judge", f"reward_options={json.dumps({'vlm-judge': options})}"]
+    said = run("train", "pocket/tiny", *words, "--out", tmp_path / "run", "--no-report", code=75)
+    assert "gave no answer" in said and "Traceback" not in said
+    assert not (tmp_path / "run").exists()
+
+
+def test_another_machine_does_not_wait_for_a_run_that_is_finished(tmp_path):
+    """Its first machine trains no further and meets nobody."""
+    world = write(tmp_path, iterations=1, eval_every=0)
+    done = launch.train(world / "s.yaml", tmp_path / "run")
+    options = {"nodes": 2, "node_rank": 1, "rendezvous": "localhost:1", "resume": "auto"}
+    assert launch.train(world / "s.yaml", done, **options) == done
+
+
+def test_several_machines_use_all_their_gpus(tmp_path, monkeypatch):
+    asked = {}
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(launch, "train", lambda *words, **given: asked.update(given))
+    words = ["--nodes", "2", "--node-rank", "1", "--rendezvous", "here:1", "--no-report"]
+    done = CliRunner().invoke(
+        main.app, ["train", "pocket/tiny", "--out", str(tmp_path / "run"), *words]
+    )
+    assert done.exit_code == 0, done.output
+    assert (asked["processes"], asked["nodes"]) == (4, 2)
+
+
+@pytest.mark.parametrize("status", [408, 429, 500, 503])
+def test_a_server_that_is_busy_is_asked_again(status):
+    with pytest.raises(TransientError, match=f"status {status}"):
+        _parse_response("http://a", status, b"{}")
+
+
+@pytest.mark.parametrize(
+    ("text", "rating"),
+    [
+        ("8", 8),
+        (" **7.5**\n", 7.5),
+        ("8/10", 8),
+        ("<think>3 or 4</think>\n9.", 9),
+        ("-1", None),
+        ("11", None),
+        ("8 of 10", None),
+        ("7 or 8", None),
+        ("", None),
+    ],
+)
+def test_without_a_label_the_answer_is_only_a_number(text, rating):
+    assert parse_rating(text, "", 0, 10) == rating
+
+
+def test_a_rubric_is_kept_and_must_stay_the_same(tmp_path):
+    rubric = tmp_path / "rubric.txt"
+    rubric.write_text("Rate {prompt}. Score: N")
+    options = {"base_url": "http://127.0.0.1:9/v1", "model": "judge", "rubric": str(rubric)}
+    changes = {"reward": "vlm-judge", "reward_options": {"vlm-judge": options | {"ask": False}}}
+    chosen = settings.load_settings("pocket/tiny", changes)
+    made = run_folder.create_run(chosen, tmp_path / "run")
+    assert (made / "code/rubric.txt").read_bytes() == rubric.read_bytes()
+    run_folder.create_run(chosen, made, resume=True)
+    rubric.write_text("Rate {prompt} kindly. Score: N")
+    with pytest.raises(InputError, match=r"`reward_options` .*rubric.txt has changed since"):
+        run_folder.create_run(chosen, made, resume=True)
+
+
+def test_raw_scores_of_several_rewards_are_added_with_a_warning(tmp_path):
+    changes = {"method": "flow", "reward": {"pocket-clip": 1.0, "pocket-partial": 0.3}}
+    chosen = settings.load_settings("pocket/tiny", changes)
+    assert chosen.credit == "batch"
+    with pytest.warns(UserWarning, match="adds the raw scores of pocket-clip and pocket-partial"):
+        run_folder.create_run(chosen, tmp_path / "run")
+
+
+def test_the_settings_of_a_run_start_another_run(tmp_path):
+    made = run_folder.create_run(settings.load_settings("pocket/tiny"), tmp_path / "run")
+    again = settings.load_settings(made / "run.json", {"seed": 7})
+    expected = run_folder.read_run_settings(made).model_copy(update={"seed": 7})
+    assert again == expected
+
+
+def test_a_card_names_the_repository_and_the_base_but_no_server(tmp_path):
+    """It is what a stranger reads on the hub: the code loads from there, and internal addresses stay inside."""
+    options = {"base_url": "http://judge.internal:8000/v1", "model": "j", "key_variable": "OUR_KEY"}
+    folder = tmp_path / "tuned"
+    changes = {
+        "lora_rank": 4,
+        "threads": 1,
+        "reward": "vlm-judge",
+        "reward_options": {"vlm-judge": options | {"ask": False}},
+    }
+    chosen = settings.load_settings("pocket/tiny", changes)
+    made = run_folder.create_run(chosen, tmp_path / "run")
+    policy = trainable.load_trainable_policy("pocket", resolution=64, max_tokens=12, lora_rank=4)
+    trainable.save_trained_weights(policy, made / "final")
+    run_folder.update_run_json(made, status="finished")
+    card = (export_run(made, folder, repo_id="me/my-lora") / "README.md").read_text()
+    assert "load_lora_weights('me/my-lora'" in card and "judge" in card
+    assert "internal" not in card and "OUR_KEY" not in card
+
+    with pytest.raises(InputError, match="`base_model` must be left out"):
+        export_run(made, tmp_path / "other", base_model="a/b")
+    with pytest.raises(InputError, match="`base_model` must be a repository of the hub"):
+        export_run(made, tmp_path / "other", base_model="../b")
+
+
+def test_a_card_of_a_local_base_can_name_its_repository(tmp_path):
+    world = write(tmp_path, lora_rank=4)
+    chosen = settings.load_settings(world / "s.yaml")
+    made = run_folder.create_run(chosen, tmp_path / "run")
+    policy = trainable.load_trainable_policy(
+        chosen.model, resolution=64, max_tokens=chosen.max_tokens, lora_rank=4
+    )
+    trainable.save_trained_weights(policy, made / "final")
+    run_folder.update_run_json(made, status="finished")
+    exported = export_run(made, tmp_path / "mine", base_model="me/fine-tuned")
+    card = (exported / "README.md").read_text()
+    assert "base_model: me/fine-tuned" in card and "base = 'me/fine-tuned'" in card
+
+
+def test_every_exit_code_is_explained():
+    assert main.EXIT_CODES[RewardUnavailable.exit_code].startswith("a reward does not answer")
+    assert InputError.exit_code in main.EXIT_CODES
