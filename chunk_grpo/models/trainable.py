@@ -447,7 +447,7 @@ def compile_blocks(
     Raises InputError if this machine has no compiler.
     """
     _check_compiler(policy.device)
-    # Beyond these limits torch stops compiling without a warning, which changes the last digits.
+    # Beyond these limits torch stops compiling, which changes the last digits.
     config = torch._dynamo.config
     config.recompile_limit = max(config.recompile_limit, 128)
     config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, 1024)
