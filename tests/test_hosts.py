@@ -166,7 +166,7 @@ def test_machines_that_cannot_meet_are_one_sentence(
     assert not (tmp_path / "run").exists()
 
 
-def run_sbatch_script(folder, exit_code):
+def run_sbatch_script(folder, exit_code, **more):
     """Run the script with stand-ins for srun and scontrol that record their words; return its exit code and the words."""
     words = folder / "words.txt"
     for name, code in {"srun": exit_code, "scontrol": 0}.items():
@@ -183,7 +183,7 @@ def run_sbatch_script(folder, exit_code):
     done = subprocess.run(
         ["bash", script, "paper/chunk", "--out", "/shared/run", "--resume", "auto"],
         check=False,
-        env=os.environ | job,
+        env=os.environ | job | more,
     )
     return done.returncode, words.read_text().splitlines()
 
@@ -192,7 +192,7 @@ def test_the_sbatch_script_is_one_srun_of_the_command(tmp_path):
     """A stand-in for srun shows what SLURM would start on each machine."""
     code, words = run_sbatch_script(tmp_path, exit_code=0)
     expected = (
-        "srun --kill-on-bad-exit=1 chunk-grpo train paper/chunk --out /shared/run --resume auto --nodes 2 "
+        "srun --kill-on-bad-exit=0 --wait=540 chunk-grpo train paper/chunk --out /shared/run --resume auto --nodes 2 "
         f"--processes 8 --rendezvous {socket.gethostname()}:29500"
     )
     assert (code, words) == (0, [expected])
@@ -204,3 +204,9 @@ def test_the_sbatch_script_requeues_runs_that_can_go_on(tmp_path, exit_code):
     code, words = run_sbatch_script(tmp_path, exit_code)
     assert code == exit_code
     assert words[1:] == (["scontrol requeue 17"] if exit_code in (75, 143) else [])
+
+
+def test_the_sbatch_script_does_not_requeue_forever(tmp_path):
+    """A cause that does not pass, such as a wrong address, must not hold the GPUs again and again."""
+    _, words = run_sbatch_script(tmp_path, 75, SLURM_RESTART_COUNT="10")
+    assert len(words) == 1

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from chunk_grpo import InputError, export_run
 from chunk_grpo.cli import main
 from chunk_grpo.core import settings
-from chunk_grpo.core.files import read_json
+from chunk_grpo.core.files import read_json, write_json
 from chunk_grpo.core.machine import TrainingFailed
 from chunk_grpo.evaluation.judge import parse_rating
 from chunk_grpo.models import trainable
@@ -58,6 +58,28 @@ def test_a_failed_reward_costs_only_the_iteration_in_flight(tmp_path, broken, te
     broken.unlink()
     resumed = launch.train(world / "s.yaml", tmp_path / "run", resume=True)
     assert metrics(resumed) == metrics(whole) and trained(resumed) == trained(whole)
+
+
+def test_a_reward_that_fails_in_an_evaluation_costs_only_its_scores(tmp_path, broken):
+    """The update before the evaluation is kept; a reward may be used in evaluations only."""
+    changes = {"reward": "tiny_rewards:red", "eval_rewards": ["tiny_rewards:broken_while"]}
+    world = write(tmp_path, **FEW | changes | {"eval_every": 2})
+    whole = launch.train(world / "s.yaml", tmp_path / "whole")
+
+    def break_after_one(line, settings):
+        if line["iteration"] == 1:
+            broken.write_text("")
+
+    with pytest.raises(TrainingFailed, match="no ink is left"):
+        launch.train(world / "s.yaml", tmp_path / "run", callbacks=[break_after_one])
+    assert [folder.name for folder in (tmp_path / "run/checkpoints").iterdir()] == ["000002"]
+
+    broken.unlink()
+    resumed = launch.train(world / "s.yaml", tmp_path / "run", resume=True)
+    assert trained(resumed) == trained(whole)
+    expected = metrics(whole)
+    expected[2] = {k: v for k, v in expected[2].items() if not k.startswith("eval_")}
+    assert metrics(resumed) == expected
 
 
 @pytest.mark.slow
@@ -115,6 +137,7 @@ def test_a_server_that_is_busy_is_asked_again(status):
     [
         ("8", 8),
         (" **7.5**\n", 7.5),
+        ("**8**/10", 8),
         ("8/10", 8),
         ("<think>3 or 4</think>\n9.", 9),
         ("-1", None),
@@ -140,6 +163,20 @@ def test_a_rubric_is_kept_and_must_stay_the_same(tmp_path):
     rubric.write_text("Rate {prompt} kindly. Score: N")
     with pytest.raises(InputError, match=r"`reward_options` .*rubric.txt has changed since"):
         run_folder.create_run(chosen, made, resume=True)
+
+
+def test_an_own_run_with_a_rubric_from_an_earlier_version_is_still_ones_own(tmp_path):
+    """Earlier versions recorded no rubrics, so their absence is no change."""
+    rubric = tmp_path / "rubric.txt"
+    rubric.write_text("Rate {prompt}. Score: N")
+    options = {"base_url": "http://127.0.0.1:9/v1", "model": "judge", "rubric": str(rubric)}
+    changes = {"reward": "vlm-judge", "reward_options": {"vlm-judge": options | {"ask": False}}}
+    made = run_folder.create_run(settings.load_settings("pocket/tiny", changes), tmp_path / "run")
+    run_info = read_json(made / "run.json")
+    del run_info["code"]
+    write_json(made / "run.json", run_info)
+    run_folder.record_own_run(made)
+    assert run_folder.is_own_run(made)
 
 
 def test_raw_scores_of_several_rewards_are_added_with_a_warning(tmp_path):
@@ -176,6 +213,8 @@ def test_a_card_names_the_repository_and_the_base_but_no_server(tmp_path):
     assert "load_lora_weights('me/my-lora'" in card and "judge" in card
     assert "internal" not in card and "OUR_KEY" not in card
 
+    with pytest.raises(InputError, match="`repo_id` must be a repository of the hub"):
+        export_run(made, tmp_path / "other", repo_id="my-lora")
     with pytest.raises(InputError, match="`base_model` must be left out"):
         export_run(made, tmp_path / "other", base_model="a/b")
     with pytest.raises(InputError, match="`base_model` must be a repository of the hub"):

@@ -51,7 +51,7 @@ def split_commas(text: str) -> list[str] | None:
 
 
 def parse_numbers(
-    option: str,  # its name, for the error
+    option: str,  # its name with dashes, for the error
     text: str,  # such as "10,25"; empty: no numbers
     low: int = 0,  # lowest number allowed
     high: int = 10**18,  # highest number allowed
@@ -79,7 +79,11 @@ def check_output_file(
     option: str,  # its name without dashes, for the error
     text: str,  # the file as the user wrote it
 ) -> Path:
-    """Return the path of the file that an option names; raise InputError if it is a folder or cannot be written."""
+    """Return the path of the file that an option names.
+
+    Raises InputError if it is a folder, if it cannot be written, or if it lies in a run's evaluation/, samples/,
+    checkpoints/ or final/.
+    """
     if text.endswith(os.sep):
         raise InputError(f"`--{option}` must be a file; {text} names a folder")
     files.check_outside_runs(Path(text), f"`--{option}`")
@@ -103,7 +107,7 @@ PageOption = Annotated[
 ]
 
 # %% ../../nbs/14_cli/00_console.ipynb #cd29fb29
-def print_rows(table: list[tuple[str, str]]) -> None:  # table: (name, text) per row
+def print_rows(table: list[tuple[str, str]]) -> None:  # table: (name, text) per row, at least one
     """Print the name and the text of each row, aligned in two columns."""
     width = max(len(name) for name, _ in table) + 2
     typer.echo("\n".join(f"{name:{width}}{text}" for name, text in table))
@@ -142,6 +146,10 @@ def exit_if_interrupted(
             typer.echo(f"\ninterrupted; {hint}", err=True)
         code = error.code if isinstance(error, machine.Terminated) else 130
         raise typer.Exit(code) from None
+    except SystemExit as error:
+        raise machine.TrainingFailed(
+            f"nothing was finished, because sys.exit({error.code!r}) was called, as by a reward"
+        ) from error
 
 # %% ../../nbs/14_cli/00_console.ipynb #6a58c08f
 class BestEffortFile(io.FileIO):

@@ -36,7 +36,7 @@ evaluation_app = typer.Typer(rich_markup_mode=None)
 def evaluate_with_progress(
     run: Path,  # run folder
     overrides: Sequence[str] = (),  # NAME=VALUE, evaluation settings to change
-    processes: int = 0,  # 0: as many as the run had
+    processes: int = 0,  # number that sample; 0: as many as trained the run, at most one per GPU or core
     log: Callable[[str], None] = typer.echo,  # called with each line of progress
     trust: bool = False,  # execute code that a run from another machine names
     checkpoint: int | None = None,  # see `evaluate`; None: final weights
@@ -62,7 +62,7 @@ def evaluate_with_progress(
 def evaluate_heldout(
     run: Path,  # run folder
     overrides: Sequence[str],  # NAME=VALUE, evaluation settings to change
-    processes: int,  # 0: as many as the run had
+    processes: int,  # number that sample; 0: as many as trained the run, at most one per GPU or core
     as_json: bool = False,  # print the summary as JSON instead of the means
     report: bool = True,  # write the reports of the evaluation and of the run
     trust: bool = False,  # execute code that a run from another machine names

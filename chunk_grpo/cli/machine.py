@@ -47,7 +47,8 @@ def _describe_gpus(
 
 
 def _describe_reward_files(
-    # hub id -> names of its files, separated by spaces, and "or" -> another way to get them; or a text to return
+    # hub id -> names of its files, separated by spaces, and "or" -> another way to get them; empty: the package ships
+    # them; a text is returned as it is
     needed_files: dict[str, str] | str,
 ) -> str:
     """State whether a reward's weights are in the hub's cache, or name the command that fetches the missing files."""

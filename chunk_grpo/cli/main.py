@@ -99,7 +99,14 @@ def root_callback(
     """Reinforcement learning of flow-matching image models with chunks."""
     # These commands only print, so they end when nobody reads their output. Most others also write
     # files, which matter more than what they print, so they continue.
-    only_prints = ctx.invoked_subcommand in ("plan", "doctor", "presets", "methods", "agreement")
+    only_prints = ctx.invoked_subcommand in (
+        "plan",
+        "doctor",
+        "presets",
+        "methods",
+        "agreement",
+        "reports",
+    )
     byte_class = io.FileIO if only_prints else BestEffortFile
     stdout = rewrap_stream(sys.stdout, byte_class)
     ctx.with_resource(contextlib.redirect_stdout(stdout))

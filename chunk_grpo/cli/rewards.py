@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from .. import InputError
-from .console import OverridesArgument, format_examples
+from .console import format_examples
 from ..core import validation
 
 rewards_app = typer.Typer(rich_markup_mode=None)
@@ -45,7 +45,10 @@ def reward_env(
 )
 def serve_reward(
     name: Annotated[str, typer.Argument(help="A reward's name, or package.module:function.")],
-    options: OverridesArgument = None,
+    options: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[NAME=VALUE]...", help="Options of the reward."),
+    ] = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on.")] = 8000,
     token: Annotated[
@@ -64,7 +67,9 @@ def serve_reward(
 
     reward_options = {}
     for text in options or ():
-        key, _, value = text.partition("=")
+        key, equals, value = text.partition("=")
+        if not (key and equals):
+            raise InputError(f"the options of a reward must be NAME=VALUE; got {text!r}")
         reward_options[key] = validation.parse_yaml(value, key)
     try:
         limits = server.ServerLimits(max_images, max_bytes)
@@ -76,5 +81,7 @@ def serve_reward(
             token=secret,
             limits=limits,
         )
+    except InputError:
+        raise
     except ValueError as error:
         raise InputError(str(error)) from None

@@ -17,6 +17,8 @@ from .. import InputError
 from chunk_grpo.cli.console import (
     OverridesArgument,
     ProcessesOption,
+    TrustOption,
+    check_trust,
     exit_if_interrupted,
     format_examples,
 )
@@ -42,7 +44,7 @@ SettingsArgument = Annotated[
 def _finish_training(run: Path, report: bool) -> None:
     """Print how long a finished run trained; if `report` is set, evaluate the run and write its report.
 
-    If the evaluation raises InputError, print how to resume it and end the command with exit code 2.
+    If the evaluation raises InputError, print how to resume it and end the command with the error's exit code.
     """
     from chunk_grpo.runs import run_folder  # here, since it imports torch
 
@@ -59,7 +61,7 @@ def _finish_training(run: Path, report: bool) -> None:
                 f"{shlex.join(['chunk-grpo', 'evaluate', str(run)])}",
                 err=True,
             )
-            raise typer.Exit(2) from None
+            raise typer.Exit(error.exit_code) from None
     from chunk_grpo.reporting.reports import write_run_report
 
     typer.echo(f"report: {write_run_report(run)}")
@@ -128,6 +130,7 @@ def train(
         bool,
         typer.Option("--report/--no-report", help="Evaluate at the end and write report.html."),
     ] = True,
+    trust: TrustOption = False,
 ):
     """Train, print a line per iteration, and write the report."""
     if resume not in ("", "yes", "auto"):
@@ -143,6 +146,9 @@ def train(
     from chunk_grpo.runs.processes import default_sampling_processes
     from chunk_grpo.training.method_loading import load_method
 
+    if Path(source).name == "run.json":
+        check_trust(Path(source).parent, trust, action="training with its settings")
+
     # Without --out the run folder is named after the preset, the settings file or the run whose settings are used.
     if Path(source).name == "run.json":
         name = Path(source).absolute().parent.name
@@ -154,7 +160,8 @@ def train(
     if nodes == 1:
         node_rank = 0  # SLURM sets a rank for a single machine too
 
-    # A resumed run keeps its number of processes, so that its numbers stay the same to the bit.
+    # With another number of processes the numbers of a resumed run would differ by rounding, so it keeps its number unless
+    # this machine has fewer GPUs or cores.
     if processes is None and nodes == 1:
         launch.check_launcher()
         if resume and run_folder.holds_run(folder):
@@ -166,8 +173,11 @@ def train(
     if processes is None:
         import torch
 
-        uses_gpus = run_settings.device != "cpu"
-        processes = max(1, torch.cuda.device_count() if uses_gpus else 1)
+        if resume and run_folder.holds_run(folder):  # as many as it had
+            processes = max(1, run_folder.read_run_info(folder)["processes"] // nodes)
+        else:
+            uses_gpus = run_settings.device != "cpu"
+            processes = max(1, torch.cuda.device_count() if uses_gpus else 1)
     is_single_process = processes * nodes == 1
 
     def resume_command() -> str:

@@ -101,13 +101,22 @@ def remove_abandoned(
     folder: Path,  # the folder that holds the temporary files; its subfolders are not searched
     name: str = "",  # final name of the file or folder that was being written; empty: any
 ) -> None:
-    """Remove the temporary files and folders of `atomic_write` whose process has ended."""
+    """Remove the temporary files and folders of `atomic_write` whose process has ended; restore a folder without successor.
+
+    A process of another machine or container counts as ended, so do not call this while one writes to the folder.
+    """
     name_pattern = re.escape(name) if name else ".+"
     pattern = re.compile(rf"\.{name_pattern}(\.old)?\.\d+\.part")
     entries = list(Path(folder).iterdir()) if Path(folder).is_dir() else []
     for entry in entries:
-        if pattern.fullmatch(entry.name) and _writer_has_ended(entry):
-            if entry.is_dir():
+        match = pattern.fullmatch(entry.name)
+        if match and _writer_has_ended(entry):
+            # If the process was killed between its two renames, the old folder is the only complete one.
+            final = entry.with_name(entry.name.removeprefix(".").rsplit(".", 3)[0])
+            if match[1] and not final.exists():
+                with contextlib.suppress(OSError):
+                    entry.rename(final)
+            elif entry.is_dir():
                 shutil.rmtree(entry, ignore_errors=True)
             else:
                 entry.unlink(missing_ok=True)
@@ -171,13 +180,14 @@ _PATH_ERRORS = {
 @contextlib.contextmanager
 def atomic_write(
     path: Path,  # the final path
-    replace: bool = False,  # whether a folder with files at this path may be replaced
+    # whether a folder may replace a folder that has files in it; a file always replaces a file
+    replace: bool = False,
 ) -> Iterator[Path]:  # the temporary path
     """Yield a temporary path to write to, and rename it to the final path at the end of the block.
 
-    The block must create a file or a folder at the temporary path. If it raises an exception, nothing is left there, and
-    the final path is unchanged. Raises InputError if the disk is full, if the path cannot be written to, or if it is a
-    folder that may not be replaced.
+    Missing parent folders are created. The block must create a file or a folder at the temporary path. If it raises an
+    exception, nothing is left there, and the final path is unchanged. Raises InputError if the disk is full, if the path
+    cannot be written to, or if it is a folder that may not be replaced.
     """
     path = Path(path)
     temporary = temporary_path(path)
@@ -192,7 +202,12 @@ def atomic_write(
             raise InputError(f"`out` must be a new name; the folder {path} already exists")
         if is_taken:
             os.rename(path, old)
-        os.replace(temporary, path)
+        try:
+            os.replace(temporary, path)
+        except OSError:
+            if is_taken:
+                os.rename(old, path)
+            raise
         sync_to_disk(path.parent)
         shutil.rmtree(old, ignore_errors=True)
         if path.is_dir():
@@ -308,13 +323,13 @@ class RunInfo(TypedDict, total=False):
     records_sha256: str  # only if the records of a prompt list have fields other than the prompt
     code: dict[str, dict[str, str]]  # code files that the settings name, from `user_code.find_code`
     inputs: dict[str, str]  # quickly computed fingerprints of model and prompts, to detect changes
-    processes: Annotated[int, Field(ge=1)]
+    processes: Annotated[int, Field(ge=1)]  # training processes, over all nodes
     seconds: _NonNegativeFloat | None  # duration of the run, without interruptions
     started: float | None  # Unix time of the first start; None: not started yet
     versions: dict[str, str]  # from `machine.library_versions`
     machine: _RunMachine
-    nodes: Annotated[int, Field(ge=1)]
-    threads: Count | None
+    nodes: Annotated[int, Field(ge=1)]  # machines that train the run together
+    threads: Count | None  # CPU threads that torch uses in the first process
     final_sha256: dict[str, str]  # file in final/ -> its hash
     final_iteration: Count  # number of iterations with which the weights in final/ were trained
     made_folder: bool  # True: the run created its folder; False: the folder existed before
@@ -324,7 +339,7 @@ class MetricsLine(TypedDict, total=False):
     """Content of a line of metrics.jsonl: one iteration."""
 
     iteration: Required[Count]
-    reward_mean: float | None
+    reward_mean: float | None  # mean score by the first reward that is trained on
     reward_se: float | None  # standard error of `reward_mean`
     grad_norm: float | None  # mean over the updates that were not skipped
     skipped_updates: Count  # updates whose gradient was not finite

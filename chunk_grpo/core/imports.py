@@ -18,14 +18,18 @@ from pathlib import Path
 from typing import Any
 
 from .. import InputError
+from . import machine
 from .files import check_regular_file
 
 # %% ../../nbs/02_core/05_imports.ipynb #5599bf4d
 @contextlib.contextmanager
 def module_search_path(
-    allow_working_folder: bool = True,  # False: search it only if PYTHONPATH contains it
+    allow_working_folder: bool = True,  # False: remove the working folder unless PYTHONPATH contains it
 ) -> Iterator[None]:
-    """Add the working folder to the end of Python's module search path within this block, or remove it from the path."""
+    """Move the working folder to the end of Python's module search path, or remove it from the path, within this block.
+
+    At the end of the block `sys.path` is restored, so changes that imported code makes to it are lost.
+    """
     previous_path = list(sys.path)
     cwd = os.getcwd()
     python_path = [
@@ -84,6 +88,8 @@ def import_callable(
                 spec.loader.exec_module(module)
             else:
                 module = importlib.import_module(module_name)
+    except machine.Terminated:  # SIGTERM, a SystemExit that is not the user's
+        raise
     except (Exception, SystemExit) as error:
         sys.modules.pop(loaded_name, None)
         last_frame = traceback.extract_tb(error.__traceback__)[-1]

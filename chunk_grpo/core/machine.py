@@ -100,6 +100,7 @@ def raise_on_sigterm(
 def defer_sigterm() -> Iterator[Callable[[], contextlib.AbstractContextManager]]:
     """Delay a SIGTERM that arrives within this block until the end of the block.
 
+    This works only within a block of `raise_on_sigterm`; elsewhere SIGTERM has its usual effect at once.
     Yields a function `interruptible`. Within `with interruptible():`, SIGTERM has the same effect as outside this block.
     """
     before = _sigterm.deferred
@@ -108,7 +109,10 @@ def defer_sigterm() -> Iterator[Callable[[], contextlib.AbstractContextManager]]
 
 
 def allow_sigterm() -> contextlib.AbstractContextManager:
-    """Return a context manager for a block that SIGTERM may interrupt, even within `defer_sigterm`."""
+    """Return a context manager for a block that SIGTERM may interrupt, even within `defer_sigterm`.
+
+    If a SIGTERM has been deferred, Terminated is raised at the beginning of the block.
+    """
     return _sigterm_deferred(False)
 
 
@@ -121,7 +125,7 @@ def terminate_process_group(
     child: subprocess.Popen,  # started with `start_new_session=True`
     patience: float = 10.0,  # seconds between SIGTERM and SIGKILL
 ) -> None:
-    """End a child process and all processes of its session: send SIGTERM to the child, then SIGKILL to all that remain."""
+    """End a child process and its process group: send SIGTERM to the child, then SIGKILL to all processes that remain."""
     if child.poll() is None:
         child.send_signal(signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -137,10 +141,14 @@ _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 def die_with_parent(
     parent: int,  # process id of the parent
 ) -> Callable[[], None]:
-    """Return a function for a child process to call, after which Linux kills the child when its parent ends."""
+    """Return a function for a child process to call, after which Linux kills the child when its parent ends.
+
+    If the parent has already ended, the function ends the child with exit code 1. On other systems it does nothing. Pass it
+    to Popen as `preexec_fn`, or call it at the start of the child's program.
+    """
 
     def request_kill() -> None:
-        """Make Linux kill this process when its parent ends."""
+        """Make Linux kill this process when its parent ends; end it at once if the parent has already ended."""
         if _LIBC is not None:
             _LIBC.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
             if os.getppid() != parent:  # the parent ended before the request
@@ -149,7 +157,8 @@ def die_with_parent(
     return request_kill
 
 # %% ../../nbs/02_core/02_machine.ipynb #2fdb9ebd
-_FOREIGN_SETTINGS = {  # prefix of an environment variable -> our setting for the same purpose
+# prefix of an environment variable -> our setting for the same purpose; "": there is none
+_FOREIGN_SETTINGS = {
     "ACCELERATE_GRADIENT_ACCUMULATION": "`update_batch`",
     "ACCELERATE_MIXED_PRECISION": "`dtype`",
     "ACCELERATE_DYNAMO_": "`compile`",
@@ -346,7 +355,7 @@ def gpu_variable(
     them. Otherwise it is the index.
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if not visible:
+    if visible is None:
         return str(index)
     return visible.split(",")[index].strip()
 

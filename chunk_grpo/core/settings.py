@@ -108,7 +108,9 @@ def training_sizes(
 
 def format_resolution(
     resolution: int | Sequence,  # value of the setting `resolution`
-) -> str:  # "720 px", or "768 x 1024 px (height x width)", or with "512 x 512, 768 x 1024"
+) -> (
+    str
+):  # "720 px", "768 x 1024 px (height x width)" or "512 x 512, 768 x 1024 px (height x width)"
     """Format one image size, or the distinct sizes of a list, as text with the unit."""
     if not isinstance(resolution, int) and not isinstance(resolution[0], int):
         sizes = dict.fromkeys(f"{height} x {width}" for height, width in resolution)
@@ -956,7 +958,8 @@ def named_code(settings: "Settings") -> list[str]:  # such as ["my_method.py:Ran
 def _resolve_code_file(
     value: object,  # the value of a setting, which may name code as file.py:name
     folder: Path,  # folder to search for the file before the working directory
-    always: bool = True,  # False: return the value unchanged if the working directory has the file
+    # False: return the value unchanged if it already leads to this file from the working directory
+    always: bool = True,
 ) -> Any:
     """Return the value with the absolute path of its code file, or unchanged if it names no file that exists."""
     if not isinstance(value, str):
@@ -1096,7 +1099,7 @@ def _check_settings_without_effect(
             )
 
 
-def lr_schedule(settings: "Settings") -> tuple[str, int]:  # ("cosine_with_restarts", 3)
+def lr_schedule(settings: "Settings") -> tuple[str, int]:  # such as ("cosine_with_restarts", 3)
     """Parse `lr_scheduler` into diffusers' name of the schedule and the number of cycles, which is 1 without restarts.
 
     Raises InputError if `lr_scheduler` is malformed.
@@ -1552,7 +1555,11 @@ def _as_input_error(
 
 
 class Settings(_RewardSettings, _OptimizerSettings, _ChunkSettings, _SamplingSettings):
-    """The settings of a run: everything needed to repeat it, checked and unchangeable."""
+    """The settings of a run: everything needed to repeat it, checked and unchangeable.
+
+    Here `method` cannot be a name that only stands for other settings, such as steps; `load_settings` replaces such a name
+    by these settings.
+    """
 
     model_config = ConfigDict(
         frozen=True,
@@ -1826,7 +1833,11 @@ def _parse_overrides(texts: Sequence[str]) -> dict[str, Any]:  # setting -> valu
     overrides=Mapping[str, Any] | Sequence[str],
 )
 def load_settings(
-    source: str | Path | Mapping | Settings | tuple[()] = (),  # file, preset, mapping or settings
+    source: str
+    | Path
+    | Mapping
+    | Settings
+    | tuple[()] = (),  # file, preset, mapping or settings; (): all defaults
     overrides: Mapping | Sequence[str] = (),  # changes: a mapping, or strings `name=value`
     folder: Path = Path(),  # folder to search for the overrides' code files before the working one
 ) -> Settings:

@@ -50,7 +50,7 @@ def _bootstrap_interval(
     values: tuple[np.ndarray, ...],  # arrays (n,) that are resampled together
     statistic: Callable,  # function of these arrays and the keyword `axis`, such as np.mean
 ) -> dict[str, float | None]:  # keys: se, lo, hi; all None if n is 1
-    """Compute the standard error and the 95% percentile interval of a statistic from 4,000 bootstrap draws."""
+    """Compute the standard error and the 95% percentile interval of a statistic from 4,000 bootstrap draws, with seed 0."""
     if len(values[0]) < 2:
         return {"se": None, "lo": None, "hi": None}
     result = stats.bootstrap(
@@ -70,7 +70,8 @@ def bootstrap_mean(
 ) -> dict[str, float | None]:  # keys: mean, n, se, lo, hi
     """Compute the mean over prompts with its standard error and 95% percentile bootstrap interval.
 
-    `n` is the number of prompts; `se`, `lo` and `hi` are None for a single prompt.
+    `n` is the number of prompts; `se`, `lo` and `hi` are None for a single prompt. The draws have a fixed seed, so equal
+    values give equal results.
     """
     values = np.asarray(values, dtype=np.float64)
     return {"mean": float(values.mean()), "n": len(values)} | _bootstrap_interval(
@@ -139,8 +140,8 @@ def bootstrap_images(
     """Compute the weighted mean of the category means, with its standard error and 95% interval.
 
     `values` has one row per prompt and one number per image. Prompts are resampled within their category and images
-    within their prompt. The interval is clipped to the range of the values. `se`, `lo` and `hi` are None for a single
-    prompt.
+    within their prompt, with a fixed seed. The interval is clipped to the range of the values. `se`, `lo` and `hi` are
+    None for a single prompt.
     """
     kinds = ["all"] * len(values) if kinds is None else list(kinds)
     lowest = min(map(np.min, values), default=0.0)
@@ -249,14 +250,15 @@ def claim_verdict(
     interval: Mapping,  # bounds `lo` and `hi` of the effect; NaN or None if there is only one seed
     direction: str,  # "above", "below" or "equal": how the effect compares with 0, by the claim
     smallest: float = 0.0,  # the smallest effect of interest, at least 0
-    p: float = 0.0,  # p-value of the claim, after Holm's correction
+    p: float = 0.0,  # p-value of the claim, after Holm's correction; 0: decide by the interval alone
 ) -> str:  # "holds", "does not hold" or "inconclusive"
     """Decide from an interval whether a claim about an effect holds.
 
     A claim "above" does not hold if hi < smallest, and otherwise holds if lo > 0; "below" is its mirror image. A claim
     "equal" does not hold if lo > smallest or hi < -smallest, and holds if both bounds lie between -smallest and smallest.
-    In addition, a claim holds only if p < 0.05. Raises InputError if the direction is not one of the three, if `smallest`
-    is negative, or if it is 0 for a claim of equality.
+    In addition, a claim holds only if p < 0.05. Everything else is inconclusive, and so is an interval without bounds.
+    Raises InputError if the direction is not one of the three, if `smallest` is negative, or if it is 0 for a claim of
+    equality.
     """
     lo, hi = interval["lo"], interval["hi"]
     is_equality = direction == "equal"

@@ -125,7 +125,7 @@ def code_files(
     """Find the file of a function or class, and the user's files that it imports, without importing any of them.
 
     The key of the file itself is `path`, and the keys of the others are names of modules. Files of Python, of this package
-    and of installed packages are left out, except a file in an installed package that `path` names.
+    and of installed packages are left out. An installed module that `path` names is kept, with the packages that contain it.
     """
     module = path.rpartition(":")[0]
     files: dict[str, Path] = {}
@@ -216,8 +216,9 @@ def _locate_rubrics(settings: Settings) -> Iterator[tuple[str, Path]]:
 def find_code(settings: Settings) -> dict[str, CodeFile]:
     """Find and hash every code file that settings name, the user's files that these import, and the rubrics of judges.
 
-    A key contains the setting and the path or module, such as "method: my_method.py:Rank" or "method: module
-    my_helper". Code that cannot be found is left out, since importing it will raise the error.
+    A key contains the setting and the path, module or reward, such as "method: my_method.py:Rank", "method: module
+    my_helper" or "reward_options: rubric of vlm-judge". Code that cannot be found is left out, since importing it will
+    raise the error.
     """
     code: dict[str, CodeFile] = {}
     for setting, path, search_path in _locate_named_code(settings):
@@ -227,7 +228,7 @@ def find_code(settings: Settings) -> dict[str, CodeFile]:
                 key = f"{setting}: {path}"
             code[key] = {"setting": setting, "file": str(file), "sha256": sha256_of(file)}
     for key, file in _locate_rubrics(settings):
-        if file.is_file():
+        if os.path.isfile(file):  # also False if the text cannot be a path
             code[key] = {
                 "setting": "reward_options",
                 "file": str(file.resolve()),

@@ -108,7 +108,7 @@ def format_value(value: Any) -> str:
 # %% ../../nbs/02_core/00_validation.ipynb #c023946c
 def validation_message(
     error: ValidationError,  # raised by pydantic
-    # class whose `describe_field` says what is allowed, such as Settings; None: pydantic's wording
+    # class whose fields the message describes by `describe_field`, such as Settings; None: pydantic's wording
     settings_class: type[BaseModel] | None = None,
 ) -> str:
     """Describe the first problem of an error in one sentence, such as "`heat` must be a number above 0; got -1".
@@ -230,7 +230,7 @@ def parse_yaml(
     text: str,  # YAML text
     description: str,  # what the error message calls the text, such as "the file mine.yaml"
 ) -> Any:
-    """Parse YAML and return its value.
+    """Parse YAML and return its value, which is None for an empty text.
 
     Raises InputError if the text is not valid YAML, has more than 200,000 characters, or has aliases, tags, repeated keys
     or more than 20 levels of nesting.

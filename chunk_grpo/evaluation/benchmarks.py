@@ -241,7 +241,7 @@ class GenEvalTask(BenchmarkTask):
         detector.load_colour_classifier(inputs.tools.get("clip") or detector.GENEVAL_CLIP_ID)
 
     def score(self, arms: Mapping[str, Path], out: Path, inputs: ScoringInputs) -> dict:
-        """Score every arm with GenEval and compare the arms.
+        """Score every arm with GenEval, write results.jsonl and summary.json to `out`/ARM, and compare the arms.
 
         In the result, `arms` holds GenEval's summary of each arm, and `overall` the means and differences.
         """
@@ -643,7 +643,8 @@ def score_benchmark(
     task: BenchmarkTask,  # the benchmark: prompts, files and how they are scored
     arms: Mapping[str, Path],  # arm -> folder of its images
     out: Path,  # the benchmark's folder
-    source: str | Path | None = None,  # file or folder of the prompts
+    # file or folder of the prompts, which WISE and DPG-Bench read again; not used by other benchmarks
+    source: str | Path | None = None,
     scorers: Mapping[str, Callable] | None = None,  # rewards, keyed by name
     # keyed by detector, clip and device for GenEval, by judge and rubric for WISE, by judge for DPG-Bench
     tools: Mapping | None = None,
@@ -698,7 +699,7 @@ def benchmark_table(
     """Tabulate the mean score of every measure and arm, its difference from the base, and the paper's numbers.
 
     The columns are measure, arm, source ("measured" or the paper's table), mean, se, n, to base (the difference), and the
-    ends lo and hi of the difference's interval.
+    ends lo and hi of the difference's interval. The paper's rows have no numbers but the mean, in the paper's units.
     """
     measures = summary["rewards"] if "rewards" in summary else {summary["name"]: summary["overall"]}
     rows = []
@@ -747,11 +748,12 @@ def run_benchmark(
     trust: bool = False,  # load and execute what a run from elsewhere names
     # use the checkpoint after this many iterations, and a folder such as geneval-000050; None: final weights
     checkpoint: int | None = None,
-) -> Path:  # the benchmark's folder
+) -> Path:  # benchmarks/NAME in the run folder, with the images and summary.json
     """Sample and score a benchmark with a run's base, trained and hybrid weights, and return its folder.
 
-    Existing images are kept. Raises InputError, before anything is sampled, if prompts, weights, settings or scorers are
-    wrong or missing, or if an option has no effect on the benchmark.
+    Existing images are kept, and so are scores and answers of a judge that still apply. Raises InputError, before anything
+    is sampled, if prompts, weights, settings or scorers are wrong or missing, or if an option has no effect on the
+    benchmark.
     """
     task = load_benchmark_task(name, source, samples)
     task.check_options(reward_names, tools or {})

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from .. import InputError
 from ..core.files import read_json
+from ..core.machine import use_full_float32
 
 # %% ../../nbs/10_evaluation/03_detector.ipynb #50bee796
 def load_detector(
@@ -32,6 +33,7 @@ def load_detector(
     # Imported here, because the import takes seconds.
     from transformers import Mask2FormerConfig, Mask2FormerForUniversalSegmentation
 
+    use_full_float32()  # TF32 would change the scores on a GPU
     source_file = Path(name) / "source.json"  # written by tools/convert_detector.py
     source = read_json(source_file) if source_file.is_file() else None
     try:
@@ -94,8 +96,8 @@ def _preprocess_image(
 ) -> tuple[Tensor, tuple[int, int]]:  # (1, 3, H, W), and height and width before padding
     """Resize, normalise and pad an image for the network.
 
-    The image is scaled to a longer side of 1333 or a shorter side of 800 pixels, whichever comes first, and padded with
-    zeros on the right and below to multiples of 32.
+    The image is scaled to the largest size with a longer side of at most 1333 pixels and a shorter side of at most 800, and
+    padded with zeros on the right and below to multiples of 32.
     """
     scale = min(_LONG_SIDE / max(image.size), _SHORT_SIDE / min(image.size))
     width, height = (int(side * scale + 0.5) for side in image.size)
@@ -111,9 +113,10 @@ class DetectedObject:
 
     label: int  # index of the class, from 0 to 79 for COCO
     score: float  # 0 ... 1, a float32
-    # left, top, right, bottom in pixels of the image; zeros for an empty mask
+    # left, top, right, bottom in pixels of the upright image; zeros for an empty mask
     box: tuple[float, float, float, float]
-    mask: np.ndarray | None = field(default=None, repr=False, compare=False)  # (H, W), bool
+    # (H, W), bool, True inside the object; None: not known
+    mask: np.ndarray | None = field(default=None, repr=False, compare=False)
 
 
 def _post_process(
@@ -158,7 +161,10 @@ def detect_objects(
     image: Image.Image,  # of any size; rotated according to its EXIF data
     min_score: float = 0.0,  # objects with this score or a lower one are dropped
 ) -> list[DetectedObject]:  # sorted by score, the best first
-    """Detect the objects in an image; raise InputError if a side is shorter than 2 pixels."""
+    """Detect the objects in an image; raise InputError if a side is shorter than 2 pixels.
+
+    Boxes and masks refer to the rotated image.
+    """
     image = ImageOps.exif_transpose(image)
     if min(image.size) < 2:
         raise InputError(
@@ -234,11 +240,12 @@ def _colour_directions(
 def load_colour_classifier(
     name: str | Path = GENEVAL_CLIP_ID,  # a folder or hub id of a CLIP
     device: str | torch.device = "cpu",
-    # (image, objects, class name) -> colour of each object
+    # (upright image, its objects, class name) -> colour of each object
 ) -> Callable[[Image.Image, Sequence[DetectedObject], str], list[str]]:
     """Load a CLIP and return a function that classifies the colour of each object, as one of `GENEVAL_COLOURS`.
 
-    Raises InputError if the CLIP cannot be loaded.
+    That function needs at least one object, and an image that is already rotated according to its EXIF data, to which the
+    boxes and masks of `detect_objects` refer. Raises InputError if the CLIP cannot be loaded.
     """
     # Imported here, because the import takes seconds.
     from transformers import AutoTokenizer, CLIPImageProcessorPil, CLIPModel

@@ -83,8 +83,9 @@ def _check_arms(
 ) -> None:
     """Raise InputError unless all names and splits are allowed and the required arms are present.
 
-    A name consists of small letters, digits and hyphens and does not end in -base; a split is a step from 0 to `steps`, or
-    None. The arms base and plain are required, and base-as-trained and as-trained require each other.
+    A name begins with a small letter, consists of small letters, digits and hyphens, does not end in -base, and is not
+    reserved. A split is a step from 0 to `steps`, or None. The arms base (0) and plain (None) are required, and
+    base-as-trained (0) and as-trained (None) require each other.
     """
     for name, split in arms.items():
         if not re.fullmatch("[a-z][a-z0-9-]*(?<!-base)", str(name)) or name in _RESERVED_ARM_NAMES:
@@ -224,12 +225,14 @@ def compare_arms(
     records: Sequence[Mapping],  # one per image
     arms: Sequence[str],  # names of the arms; those other than "base" are compared with it
     name: str,  # name of the score
-    weights: Mapping[str, float] | None = None,  # keyed by category; None: there are no categories
+    # category -> weight of its mean, with sum 1; None: there are no categories
+    weights: Mapping[str, float] | None = None,
     # "ARM" and "ARM-base" -> mean, se, lo, hi and n over prompts; None if a category has no score
 ) -> dict[str, dict | None]:
     """Compute the mean score of each arm, and its paired difference from the base, with bootstrap intervals.
 
-    A mean is over all images of its arm, a difference over the images that are scored in all arms.
+    A mean is over all images of its arm, a difference over the images that are scored in all arms. With `weights`, both are
+    weighted means of the category means. Without an arm "base" there are no differences.
     """
     summary: dict[str, dict | None] = {}
     for arm in arms:
@@ -275,8 +278,9 @@ def preservation_rates(
     """Compute the share of correct objects and images that an arm lost, and the share of incorrect ones that it gained.
 
     The arm is compared with `against`, whose images start from the same noise. Lost is (correct in `against` and incorrect
-    in `arm`) / (correct in `against`), equation (a) of this page; gained is the same with correct and incorrect exchanged.
-    Whole images are counted only if every score is 0 or 1. Raises InputError unless both arms have the same images.
+    in `arm`) / (correct in `against`), equation (a) in notebook evaluation/evaluate; gained is the same with correct and
+    incorrect exchanged. Whole images are counted only if every score is 0 or 1. Raises InputError unless both arms have the
+    same images.
     """
     reference_records = {}
     arm_records = {}
@@ -317,7 +321,7 @@ def preservation_rates(
 
 # %% ../../nbs/10_evaluation/02_evaluate.ipynb #1c206ed9
 def summarise_evaluation(
-    records: Sequence[Mapping],  # one per image, of all arms
+    records: Sequence[Mapping],  # one per image, at least one; all arms have the same images
 ) -> dict[str, dict]:  # keyed by reward
     """Compute means, paired differences, category means and preservation rates of all rewards.
 
@@ -390,7 +394,7 @@ def check_evaluation_changes(
     training_settings: setting.Settings,  # settings with which the run was trained
     settings: setting.Settings,  # settings of the evaluation
 ) -> None:
-    """Raise InputError if an evaluation changes another setting than those in `_EVALUATION_CHANGEABLE_FIELDS`."""
+    """Raise InputError if an evaluation changes a setting that is not in `_EVALUATION_CHANGEABLE_FIELDS`."""
     for name in setting.diff_settings(training_settings, settings):
         if name not in _EVALUATION_CHANGEABLE_FIELDS:
             raise InputError(
@@ -452,7 +456,7 @@ def evaluate(
     run: Path | str,  # folder of a run with trained weights, which gets evaluation/
     log: Callable[[str], None] = lambda text: None,  # called with lines about the progress
     changes: Mapping | Sequence[str] = (),  # changed settings, see `evaluation_settings`
-    # arm -> step at which the base takes over, or None for never; None: the five usual arms
+    # arm -> step at which the base takes over, or None for never; None: those of `ode_arms` and `AS_TRAINED_ARMS`
     arms: Mapping[str, int | None] | None = None,
     # number of processes that sample; 0: as many as in training, at most one per GPU or core
     processes: int = 0,
@@ -464,9 +468,11 @@ def evaluate(
 ) -> dict:  # content of summary.json
     """Evaluate a run's final weights or a checkpoint on all held-out prompts, write the results, and return the summary.
 
-    Finished parts of a killed evaluation are not sampled again. The function does not check whether the base images of
-    `base_run` are the same. Raises InputError, before anything is sampled, if the settings, the arms or the run's files do
-    not allow the evaluation.
+    The results replace an older evaluation of the final weights, or of the same checkpoint. The summary's entry `rewards` is
+    the result of `summarise_evaluation`. Finished parts of a killed evaluation are not sampled again. The function does not
+    check whether the base images of `base_run` are the same. Raises InputError, before anything is sampled, if the
+    settings, the arms or the run's files do not allow the evaluation, if the run is not trusted, or if another process is
+    evaluating it.
     """
     run = Path(run)
     settings = evaluation_settings(run, changes)

@@ -279,7 +279,8 @@ def score_geneval_images(
     """Score the images that have no verdict yet, append their verdicts to a file, and return all verdicts.
 
     A line has the keys filename (relative to the folder of the file), tag, prompt, correct (true or false), reason (the
-    faults), metadata, details (the boxes that count), image_sha256 and scorer.
+    faults), metadata and details (class -> boxes that count, each with its score), both as JSON text, image_sha256 and
+    scorer.
 
     Raises InputError if the file has verdicts on other images or from another scorer.
     """
@@ -358,7 +359,10 @@ def summarise_geneval(
     """Compute GenEval's table: the accuracy of each task present and their mean, with standard errors and intervals.
 
     `tasks` maps each tag to its accuracy, se, lo, hi, images and prompts, and `overall` has the mean of the accuracies
-    with se, lo and hi. All se, lo and hi come from a bootstrap over prompts. Raises InputError if there are no lines.
+    with se, lo and hi. All se, lo and hi come from a bootstrap over prompts. `correct_images` is the share of right images,
+    and `correct_prompts` the share of prompts with at least one. `missing_tasks` lists tags without images, and
+    `published_prompts` states whether the prompts are exactly GenEval's. The other keys are scorer (all labels), images,
+    prompts and errors. Raises InputError if there are no lines.
     """
     if not lines:
         raise InputError("`results` must hold at least one verdict; got none")
@@ -403,7 +407,8 @@ def evaluate_geneval(
 ) -> tuple[list[dict], dict]:  # lines of results.jsonl, and content of summary.json
     """Score images with GenEval's detector and rule, and write and return the verdicts and the table.
 
-    Raises InputError if an image cannot be read, which is checked first, or if weights are missing.
+    Images with a verdict in `out` are not scored again. Raises InputError if an image cannot be read, which is checked
+    first, if weights are missing, or if `out` has verdicts on other images or from another scorer.
     """
     for file, _ in images:
         try:
@@ -479,7 +484,7 @@ def load_geneval_reward(
 ) -> GenEvalReward:  # (images, prompts, records) -> scores
     """Load GenEval's detector and colour classifier, and return them as a reward.
 
-    Raises InputError if weights are missing or an option is not allowed.
+    Disables TF32 in this process. Raises InputError if weights are missing or an option is not allowed.
     """
     if type(partial) is not bool:
         raise InputError(f"`partial` must be true or false; got {partial!r}")

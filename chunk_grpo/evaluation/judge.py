@@ -42,7 +42,10 @@ from ..rewards.images import Images, images_to_pil
 # %% ../../nbs/10_evaluation/05_judge.ipynb #cc601065
 @dataclass(frozen=True)
 class Judge:
-    """Describe a model behind an OpenAI-compatible endpoint, and how requests are sent to it."""
+    """Describe a model behind an OpenAI-compatible endpoint, and how requests are sent to it.
+
+    The fields are checked by `api_key`, not when the judge is created.
+    """
 
     base_url: str  # such as http://127.0.0.1:8000/v1
     model: str  # its name at the endpoint
@@ -231,7 +234,10 @@ def _send_question(
     question: ImageQuestion,
     stop: Event,  # ends a pause when it is set
 ) -> dict:  # reply, with the keys that `_ask_once` returns
-    """Send a question and repeat it until the reply is valid; raise RewardUnavailable if the retries run out."""
+    """Send a question and repeat it until the reply is valid.
+
+    Raises RewardUnavailable if the retries run out or `stop` is set, and InputError if the endpoint rejects the request.
+    """
 
     def pause(seconds: float) -> None:
         """Wait for some seconds; raise `_RetryableError` if the run ends meanwhile."""
@@ -371,7 +377,7 @@ def _read_answers(
 
 def ask_judge(
     judge: Judge,  # the model, and how to send requests to it
-    questions: Sequence[ImageQuestion],  # questions with different ids
+    questions: Sequence[ImageQuestion],  # questions with different ids, about image files
     # text of an answer -> its meaning, which must be serialisable as JSON; None: it cannot be read
     parse_answer: Callable[[str], object | None],
     file: Path,  # answers.jsonl; questions with enough answers in it are not asked again
@@ -496,7 +502,9 @@ def parse_rating(
     """
     answer = text.rpartition("</think>")[2]  # without the judge's reasoning
     if not label:
-        only_number = rf"[\s*_`]*(-?\d+(?:\.\d+)?)(?: ?/ ?{re.escape(f'{highest:g}')})?[\s*_`.]*"
+        only_number = (
+            rf"[\s*_`]*(-?\d+(?:\.\d+)?)(?:[\s*_`]*/ ?{re.escape(f'{highest:g}')})?[\s*_`.]*"
+        )
         match = re.fullmatch(only_number, answer)
         return float(match[1]) if match and lowest <= float(match[1]) <= highest else None
     markup = r"""[\s*_"'`\[(]*"""  # markup around words and numbers
@@ -603,7 +611,8 @@ class JudgeReward:
 def load_judge_reward(
     base_url: str,  # such as http://127.0.0.1:8000/v1
     model: str,  # its name at the endpoint
-    rubric: str | None = None,  # a file with the question; None: `JUDGE_RUBRIC`
+    # file with the question, which contains {prompt} and perhaps other fields of the records; None: `JUDGE_RUBRIC`
+    rubric: str | None = None,
     label: str = "Score",  # words before the number in an answer; empty: the answer is only the number
     lowest: float = 0,  # lowest number of the scale
     highest: float = 10,  # highest number of the scale
@@ -621,7 +630,7 @@ def load_judge_reward(
 ) -> JudgeReward:  # (images, prompts, records) -> scores
     """Return a reward whose score is the number that a judge answers, on the scale from `lowest` to `highest`.
 
-    Raises InputError if an option is wrong or the judge does not answer.
+    Raises InputError if an option is wrong, if the key is missing, or, with `ask`, if the judge does not answer.
     """
     return _load_judge(
         question=_read_question(rubric) if rubric else JUDGE_RUBRIC,
@@ -646,7 +655,8 @@ def load_judge_reward(
 def load_unifiedreward(
     base_url: str,  # such as http://127.0.0.1:8000/v1
     model: str,  # its name at the endpoint
-    rubric: str | None = None,  # a file with the question; None: `UNIFIEDREWARD_RUBRIC`
+    # file with the question, which contains {prompt} and perhaps other fields of the records; None: `UNIFIEDREWARD_RUBRIC`
+    rubric: str | None = None,
     key_variable: str = "",  # environment variable with the key; empty: the endpoint needs none
     max_concurrency: int = 8,  # largest number of requests in flight at once
     timeout: float = 120.0,  # seconds until a request without a reply fails
@@ -661,7 +671,7 @@ def load_unifiedreward(
 ) -> JudgeReward:  # (images, prompts, records) -> scores
     """Return a reward that asks UnifiedReward behind an endpoint, with scores from 1 to 5.
 
-    Raises InputError if an option is wrong or the judge does not answer.
+    Raises InputError if an option is wrong, if the key is missing, or, with `ask`, if the judge does not answer.
     """
     return _load_judge(
         question=_read_question(rubric) if rubric else UNIFIEDREWARD_RUBRIC,

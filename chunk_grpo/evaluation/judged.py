@@ -146,7 +146,7 @@ PAPER_JUDGE = "gpt-4o-2024-05-13"
 def read_rubric(
     file: Path | None = None,  # your own rubric; None: the shipped one
 ) -> str:
-    """Read the judge's instruction; raise InputError if the file is missing or does not contain {prompt}."""
+    """Read the judge's instruction for WISE; raise InputError if the file is missing or does not contain {prompt}."""
     if file is None:
         shipped = resources.files("chunk_grpo") / "evaluation/rubrics/wiscore.txt"
         return shipped.read_text("utf-8").removesuffix("\n")
@@ -369,8 +369,9 @@ def evaluate_wise(
     """Judge the images of all arms with WISE, write the scores, and return the summary.
 
     Its keys are benchmark, version, files (hashes), label (whether comparable with the paper), rubric_sha256, judge, arms
-    (with `categories`) and overall (means and differences from base). Raises InputError before the first question if prompts,
-    images, rubric or the judge's settings are wrong or missing.
+    (with `categories`) and overall (means and differences from base). Scores are from 0 to 1. Questions that answers.jsonl
+    already settles are not asked again. Raises InputError before the first question if prompts, images, rubric or the
+    judge's settings are wrong or missing, and later if the judge stops answering.
     """
     items, files = read_wise_prompts(checkout)
     text = read_rubric(rubric)
@@ -477,8 +478,9 @@ def evaluate_dpg(
     """Judge the images of all arms with DPG-Bench, write the scores, and return the summary.
 
     Its keys are benchmark, files (hashes), label, judge, arms (with `categories`), overall (means and differences from base)
-    and preserved (see `preservation_rates`; None unless images can be paired). Raises InputError before the first question if
-    questions, images or the judge's settings are wrong or missing.
+    and preserved (see `preservation_rates`; None unless images can be paired). Scores are shares from 0 to 1. Questions that
+    answers.jsonl already settles are not asked again. Raises InputError before the first question if questions, images or
+    the judge's settings are wrong or missing, and later if the judge stops answering.
     """
     items, files = read_dpg_prompts(file)
 

@@ -19,10 +19,12 @@ PAPER_TABLES = {
 }
 
 
-def read_paper_tables() -> dict:  # keyed by table: trained_on, columns and rows
+def read_paper_tables() -> dict:  # keyed by table
     """Read all numbers of the paper that the package stores.
 
-    The tables include those of `PAPER_TABLES`. A further key `source` names the paper and its versions.
+    Each table of `PAPER_TABLES`, and dpg_v3, has trained_on (the reward), columns, and rows: numbers keyed by the row's name
+    or, for Table 3, lists that begin with the name. Other keys hold further numbers, and `source` names the paper and its
+    versions.
     """
     return json.loads(
         (resources.files("chunk_grpo") / "evaluation/paper_tables.json").read_text(encoding="utf-8")
@@ -30,7 +32,7 @@ def read_paper_tables() -> dict:  # keyed by table: trained_on, columns and rows
 
 
 def paper_table_rows(
-    key: str,  # a key of `PAPER_TABLES`
+    key: str,  # a key of `PAPER_TABLES`, or dpg_v3 or distance_v3
 ) -> list[
     dict
 ]:  # one per row: its name under `row`, and a number per column; in Table 3 also steps and chunks
@@ -46,7 +48,10 @@ def paper_table_rows(
 def paper_benchmark_rows(
     name: str,  # geneval, wise, dpg, or a column of Tables 1 and 4; a prefix pocket- is ignored
 ) -> list[dict]:  # one per row: arm, source, trained on, and a number per column
-    """Return the rows that the paper reports for a benchmark, or an empty list if it reports none."""
+    """Return the rows that the paper reports for a benchmark, or an empty list if it reports none.
+
+    The numbers are in the units of this package: shares from 0 to 1 for dpg, geneval and wise.
+    """
     name = name.removeprefix("pocket-")
     tables = read_paper_tables()
     table_of_benchmark = {
@@ -68,7 +73,9 @@ def paper_benchmark_rows(
     rows = []
     for key in keys:
         for row in paper_table_rows(key):
-            numbers = {column: row[column] for column in columns}
+            # The paper states percentages for DPG-Bench, and shares for the other benchmarks.
+            scale = 0.01 if name == "dpg" else 1.0
+            numbers = {column: round(scale * row[column], 6) for column in columns}
             source = f"the paper, {PAPER_TABLES.get(key, 'version 3')}"
             rows.append(
                 {

@@ -10,12 +10,14 @@ __all__ = ['score_prompt_images', 'evaluation_parts', 'sample_part', 'unfinished
 import contextlib
 import hashlib
 import json
+import os
 import shutil
 import time
 import uuid
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import IO
 
 import torch
 from diffusers.image_processor import VaeImageProcessor
@@ -69,13 +71,15 @@ def score_prompt_images(
     scorers: Mapping[str, Callable],  # rewards, keyed by name
     records: Sequence[Mapping]
     | None = None,  # record of each image's prompt; None: {"prompt": prompt}
-    groups: Sequence[int] | None = None,  # index of each image's prompt
+    # index of each image's prompt; None: not known, so no reward may declare `groups`
+    groups: Sequence[int] | None = None,
 ) -> list[dict]:  # per image: scores, category and objects, each keyed by the reward's name
     """Score images with rewards, and collect the categories and objects that some rewards report.
 
     A user's reward gets a tensor, as in training, unless the images are PIL images of several sizes. A category is a text,
     and the objects of an image are a list with 1 for each requested object that it shows and 0 for each other one. A
-    reward that reports neither has an entry only in `scores`.
+    reward that reports neither has an entry only in `scores`. Raises InputError if `rewards.score_images` rejects an input
+    or a score.
     """
     scores = {}
     objects = {}  # reward -> for each image, whether it shows each requested object
@@ -107,7 +111,7 @@ def score_prompt_images(
 def evaluation_parts(
     settings: Settings,  # settings of the evaluation
     prompt_count: int,  # number of prompts
-    arms: Mapping[str, int | None],  # arm -> split
+    arms: Mapping[str, int | None],  # keyed by arm; the values are not used
 ) -> list[tuple[str, int, int]]:  # arm, first image, last image plus 1
     """Divide an evaluation into parts of at most `rollout_batch` consecutive images, arm by arm.
 
@@ -153,10 +157,11 @@ def sample_part(
     scorers: Mapping[str, Callable],  # rewards, keyed by name
     part: tuple[str, int, int],  # arm, first image, last image plus 1, see `evaluation_parts`
     split: int | None,  # step at which the base takes over: 0 means the base alone, None never
-    folder: Path,  # folder of the evaluation, which gets ARM/00000.png and so on
+    # folder of the evaluation, which gets ARM/00000.png and so on, and source/00000.png if a prompt edits an image
+    folder: Path,
     prompt_records: Sequence[Mapping] | None = None,  # one per prompt; None: {"prompt": text}
 ) -> list[dict]:  # one record per image
-    """Sample and score the images of a part, write them to disk, and return their records.
+    """Sample and score the images of a part, write the images to disk, and return their records, which are not written.
 
     A record has the keys arm, prompt_index, image_index, prompt, seed, file, scores, category and objects, and for a
     prompt that edits an image also source and source_sha256.
@@ -222,7 +227,7 @@ def sample_part(
 def unfinished_evaluation_folder(
     run: Path,  # the run folder
     settings: Settings,  # settings of the evaluation
-    arms: Mapping[str, int | None],  # arm -> split
+    arms: Mapping[str, int | None],  # arm -> split, see `sample_part`
     prompts: list[str],  # all prompts
     checkpoint: int | None = None,  # see `hash_trained_weights`
 ) -> Path:  # may not exist yet
@@ -250,14 +255,30 @@ def unfinished_evaluation_folder(
 
 
 @contextlib.contextmanager
+def _open_lock(
+    file: Path,  # created with its folder if it does not exist
+) -> Iterator[IO | None]:  # the locked file; None: another process holds the lock
+    """Open and lock a file that its last owner removes."""
+    while True:
+        make_folders(file.parent)
+        with open(file, "ab") as handle:
+            if not try_lock(handle):
+                yield None
+                return
+            # If the last owner removed the file after it was opened here, other processes would lock a new one.
+            if os.fstat(handle.fileno()).st_nlink:
+                yield handle
+                return
+
+
+@contextlib.contextmanager
 def evaluation_lock(
     run: Path,  # the run folder
 ) -> Iterator[None]:
     """Hold the run's evaluation lock within this context; raise InputError if another process holds it."""
     lock = file_of_run(run, "evaluation.begun/lock")
-    make_folders(lock.parent)
-    with open(lock, "ab") as handle:
-        if not try_lock(handle):
+    with _open_lock(lock) as handle:
+        if handle is None:
             raise InputError(
                 f"the run {run} is being evaluated by another process; wait until it has ended"
             )
@@ -287,7 +308,8 @@ def load_scorers(
 ) -> dict[str, Callable]:  # keyed by name
     """Load the training and evaluation rewards that the settings name, each a function of images and prompts.
 
-    A reward that a run from elsewhere names, or an edited run that is not trusted, is not imported from the working folder.
+    A reward that the run itself names is not imported from the working folder if the run comes from elsewhere, or if its
+    code was edited and `trust` is False. Raises InputError if a reward cannot be loaded.
     """
     names = dict.fromkeys([*reward_weights(settings), *settings.eval_rewards])
     origin = run_origin(run) if run else "own"
@@ -315,17 +337,19 @@ def _changed_setting_names(
 def sample_share(
     run: Path,  # folder of a run with trained weights
     settings: Settings,  # settings of the evaluation
-    arms: Mapping[str, int | None],  # arm -> split
+    arms: Mapping[str, int | None],  # arm -> split, see `sample_part`
     folder: Path,  # folder of the evaluation, see `unfinished_evaluation_folder`
     share: tuple[int, int] = (0, 1),  # index of this process, and the number of processes
     watch: Callable = lambda: None,  # called after every part
     trust: bool = False,  # whether the user trusts the code that the run names
-    # evaluate the checkpoint after this many iterations, which is verified; None: final weights
+    # evaluate the checkpoint after this many iterations, which the caller has verified; None: final weights
     checkpoint: int | None = None,
 ) -> None:
     """Sample and score this process's share of the missing parts, and append their records to a file in `folder`.
 
-    Raises InputError if the run is not trusted, or if its files or prompts do not allow the evaluation.
+    With n processes, the share of a process is every n-th part. `run`, `settings` and `folder` may be JSON values, as a
+    separate process gets them. Raises InputError if the run is not trusted, or if its files or prompts do not allow the
+    evaluation.
     """
     check_trust(run, trust, _changed_setting_names(run, settings))
     # In a separate process the arguments come from JSON.
@@ -366,7 +390,7 @@ def copy_base_parts(
     parts: Sequence[tuple[str, int, int]],  # all parts of the evaluation, see `evaluation_parts`
     folder: Path,  # folder of the evaluation, see `unfinished_evaluation_folder`
 ) -> None:
-    """Copy the images and records of the arm `base` from another run's evaluation, unless the folder has some already.
+    """Copy the images and records of the arm `base` from another run's evaluation; do nothing if parts of `base` are there.
 
     Raises InputError if the other evaluation does not have as many images of the base.
     """
@@ -447,7 +471,7 @@ def replace_evaluation(
     folder: Path,  # folder of the newer evaluation, which is complete
     destination: Path,  # folder of the older evaluation, which may be missing
 ) -> None:
-    """Replace an older evaluation with a finished one, in such a way that a kill loses neither, and delete the part files."""
+    """Replace an older evaluation with a finished one, and delete the part files; a kill at any time loses neither."""
     older = folder.with_name(f"{folder.name}-older")
     shutil.rmtree(older, ignore_errors=True)
     remove_abandoned(folder)  # temporary files of a process that was killed

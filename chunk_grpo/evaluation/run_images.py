@@ -130,10 +130,12 @@ def load_trained_policy(
     run: Path,  # the run folder
     settings: Settings,  # settings of the evaluation
     folder: Path | None = None,  # folder of the weights: final/ or a checkpoint; None: final/
-) -> Policy:  # frozen, with the evaluation's resolution and guidance
-    """Load a run's policy with its trained weights.
+) -> Policy:  # only for sampling, with the evaluation's resolution and guidance
+    """Load a run's policy with its trained weights, on the GPU if there is one and the settings allow it.
 
-    Raises InputError if there are no trained weights, or if they or the model's files do not fit the run.
+    From a checkpoint of a run with `ema`, the moving average of the weights is loaded. Does not compare the files with
+    their recorded hashes; `find_weights` does. Disables TF32 in this process. Raises InputError if there are no trained
+    weights, or if they or the model's files do not fit the run.
     """
     folder = folder or find_trained_weights(run)
     check_run_inputs(run, settings, ("model",))
@@ -177,8 +179,8 @@ def load_trained_policy(
         trainable.load_trained_weights(policy, folder, stored)
         return policy
 
-    # A checkpoint names each weight by its position in the list of trained weights.
-    # An older run of AWM stored the method's reference weights under the name of the moving average.
+    # A checkpoint names each weight by its position in the list of trained weights. Without `ema`, its "ema" is not a moving
+    # average: an older run of AWM stored the method's reference weights under that name.
     weights = stored["ema"] if settings.ema and "ema" in stored else stored["weights"]
     transformer = policy.transformer
     parameters = policy.trained
@@ -229,13 +231,15 @@ def sample_arm_images(
     prompts: Sequence[str] | Mapping[int, str],
     # (prompt index, image index) of each image to sample; all of one size, see `arm_image_size`
     image_indices: list[tuple[int, int]],
-    arm: str,  # base-as-trained or as-trained for the training sampler, any other name for the ODE
-    split: int | None,  # step at which the base takes over: 0 means the base alone, None never
+    # base-as-trained or as-trained for the training sampler of the last iteration, any other name for the ODE
+    arm: str,
+    # step at which the base takes over: 0 means the base alone, None never; 0 or None with the training sampler
+    split: int | None,
 ) -> torch.Tensor:  # (B, 3, H, W) in [0, 1], on the CPU
     """Sample images of an arm, and leave the model at the arm's resolution and guidance.
 
-    Each image depends only on the settings, its prompt and its indices, not on the other images. Raises InputError if the
-    images differ in size.
+    Each image depends only on the settings, its prompt and its indices, not on the other images. Raises InputError if there
+    are no images, if they differ in size, if one has no prompt, or if `split` is not allowed.
     """
     sampler = None  # the ODE
     if arm in AS_TRAINED_ARMS:

@@ -124,10 +124,10 @@ def measure_distances(
 ) -> dict[str, Tensor]:  # keyed by l1, l2 and cosine; each (P, G, T), float64 on the CPU
     """Sample G trajectories for each of P prompts, and measure how far the latents move in each of the T transitions.
 
-    `l1` and `l2` are the norm of the latents' change, divided by their norm before it, equation (15); `cosine` is 1 minus
-    the cosine between the latents before and after. The noise of an image depends only on `seed`, its prompt's position in
-    the list and its number in the group. Raises InputError if there is no prompt or no image, or if `sizes` does not have
-    one size per prompt.
+    The policy's current weights are used. `l1` and `l2` are the norm of the latents' change, divided by their norm before
+    it, equation (15) of the paper; `cosine` is 1 minus the cosine between the latents before and after. The noise of an
+    image depends only on `seed`, its prompt's position in the list and its number in the group. Raises InputError if there
+    is no prompt or no image, if `sizes` does not have one size per prompt, or if a distance is not finite.
     """
     if sizes is not None and len(sizes) != len(prompt_indices):
         raise InputError(
@@ -210,7 +210,8 @@ def variance_shares(
     By equation (a) in notebook measurements/profiles, `step` is the share of the differences between transitions, `prompt`
     that of the differences between the prompts' means at a transition, and `seed` that of the differences between the
     images of a prompt; the three add up to 1. `prompt_only` is `prompt` minus the share that chance alone gives it,
-    equation (b); it is nan if G is 1. Raises InputError if `distance` has another shape, or if all distances are equal.
+    equation (b); it may be negative, and is nan if G is 1. Raises InputError if `distance` has another shape, or if all
+    distances are equal.
     """
     if distance.ndim != 3 or not distance.numel():
         raise InputError(

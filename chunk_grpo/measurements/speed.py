@@ -76,7 +76,11 @@ def _measure_peak_bytes(
     function: Callable,  # called without arguments
     device: torch.device,  # the device whose memory is measured
 ) -> int:  # bytes
-    """Call a function, and return the peak of the memory during the call minus the memory before it."""
+    """Call a function, and return the peak of the memory during the call minus the memory before it.
+
+    On a GPU this is the memory in torch's allocator, whose peak statistics are reset. On the CPU it is that of the tensors
+    that the call creates, and the call runs without compilation.
+    """
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
@@ -145,7 +149,7 @@ class RandomFluxPolicy(FluxPolicy):
         self.configs = configs or (_FLUX_TRANSFORMER_CONFIG, _FLUX_VAE_CONFIG)
         dtype = TORCH_DTYPES[settings.dtype]
         device = machine.choose_device(settings.device)
-        # A run trains all weights in float32, and stores frozen weights in its dtype.
+        # Trained weights are float32, and frozen ones have the run's dtype. Without an adapter, all weights are trained.
         weights = dtype if settings.lora_rank else torch.float32
         super().__init__(
             folder=Path(),
@@ -226,7 +230,7 @@ _WORKLOADS = {
 }
 
 
-# Setting -> the only value that a measurement has.
+# Setting -> the only value with which the speed can be measured.
 _MEASURED_VALUES = {
     "method": "chunk",
     "window": "all",
@@ -403,7 +407,7 @@ class Workload:
     def update(self, paths: Trajectories) -> int:
         """Compute the gradient of an update on the trajectories of `rollout`, and return the number of trained transitions.
 
-        The gradient is accumulated in the weights; there is no optimizer step.
+        The gradient replaces the one in `grad` of the trained weights; there is no optimizer step.
         """
         self.policy.transformer.zero_grad()
         images = torch.arange(len(self.keys))
@@ -471,7 +475,7 @@ def prepare_workload(
 # %% ../../nbs/11_measurements/01_speed.ipynb #40c3aa5a
 def measure_iteration(
     settings: Settings,  # as returned by `load_workload_settings`
-    repeats: int = 3,  # number of measured iterations, after one to warm up
+    repeats: int = 3,  # number of measured iterations, at least 1, after one to warm up
     log: Callable[[str], None] = lambda text: None,  # receives lines of progress
     # called in each repeat with the workload, its trajectories, and a function `timed(name, call, *arguments)` that
     # measures a further call

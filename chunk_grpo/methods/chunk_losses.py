@@ -95,7 +95,7 @@ class ChunkMixture(Method):
         return tuple(transition_stats)
 
     def check(self) -> None:
-        """Raise InputError unless the window is frozen and ends where one of several fixed chunks ends.
+        """Raise InputError unless chunks are fixed, and the window is frozen and ends where a chunk before the last ends.
 
         Also raises it for the surrogate dppo, for the step weights noise, interval, inverse-interval and flash, and for
         settings that `Method.check` rejects.

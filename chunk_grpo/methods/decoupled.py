@@ -30,10 +30,11 @@ from ..training.rollout import Trajectories, make_generator
 # %% ../../nbs/08_methods/01_decoupled.ipynb #40091cca
 def renoise(
     context: ReplayContext,  # trajectories of B images, and the policy
-    image_index: Tensor,  # (m,) long, indices of images in the trajectories
+    image_index: Tensor,  # (m,) long, indices of images in the trajectories, all of one size
     levels: Tensor,  # (m,) long, indices of noise levels in the sampler's `sigmas`
     per_group: bool = False,  # True: at each level, all images of a group get the same noise
-) -> tuple[Tensor, Tensor]:  # x_t and the velocity's target, noise - x_0; (m, S, C) each
+    # x_t and the velocity's target, noise - x_0; (m, S, C) each, float32, on the policy's device
+) -> tuple[Tensor, Tensor]:
     """Add new noise to final images at the given levels; return the noised latents and the velocity targets.
 
     The noise is seeded by the image's key (seed, iteration, prompt, generation) and the level, so every update of an
@@ -89,7 +90,7 @@ class Decoupled(Method):
     A level is the index of one of the sampler's noise levels, to which a final image is noised. A subclass overrides
     `losses`; `statistic` too if `losses` returns several tensors; and `objective` unless the negative loss serves as the
     log-probability of a ratio. A chunk sample is one level of one image or, if `sample_is_chunk` is True, one chunk of
-    levels. It is always True for a subclass that overrides `chunks`.
+    levels. A subclass that overrides `chunks` always has `sample_is_chunk` True.
     """
 
     has_log_prob = False
@@ -205,8 +206,10 @@ class Decoupled(Method):
         chunks: Chunks | list[Chunks],  # returned by `partition`
         profile: Tensor,  # (T,) mean distance of each transition
         iteration: int,  # 0, 1, ...
-    ) -> Tensor:  # (B, k) long, padded with -1
+    ) -> Tensor:  # (B, k) long chunk numbers, increasing; -1 pads shorter rows
         """Sample the chunks that each image trains, and return their numbers in `chunks`.
+
+        With `noise_per_group`, all images of a group get the same numbers.
 
         If every chunk is a single level and `sample_is_chunk` is False, whole chunks of `chunks_of_levels` are sampled, and
         the result lists all their levels: chunk k of `chunks` is then level k. Otherwise `chunks` itself is sampled.
@@ -358,7 +361,7 @@ class Elbo(Decoupled):
 
 
 class VGrpo(Elbo):
-    """V-GRPO (2604.23380): images of a group share noise and stratified levels, and a tanh keeps advantages within 3."""
+    """V-GRPO (2604.23380): images of a group share noise and stratified levels; a tanh keeps advantages between -3 and 3."""
 
     noise_per_group = True
     # The strata cover all levels, so no setting may choose among them.

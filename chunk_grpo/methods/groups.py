@@ -52,12 +52,12 @@ class Tmpo(Method):
     ) -> Tensor:
         """Return G q_i (log p_i - log q_i) for each path i, (N,); 0 in groups with equal rewards.
 
-        G is the size of the group, p the softmax of the log-densities of whole paths, and q that of beta times the rewards.
-        The mean over images is the mean over groups of -KL(q || p).
+        G is the size of the group, p the softmax of the log-densities of whole paths, in nats per latent dimension, and q
+        that of beta times the standardised rewards. The mean over images is the mean over groups of -KL(q || p).
         """
         advantage = terms.advantage
         _, group_index, size = terms.group.unique(return_inverse=True, return_counts=True)
-        transitions = len(self.trainable_steps(self.sampler(0)))
+        transitions = len(self.trainable_steps(self.sampler(self.iteration)))
         log_q = group_log_softmax(self.beta * advantage, group_index)
         log_p = group_log_softmax(transitions * terms.statistic, group_index)
         # The factor `size` turns the mean over images into a mean over groups.
@@ -117,9 +117,10 @@ class Neighbor(Method):
         scores: dict[str, Tensor],  # (P, G) each, keyed by reward
         weights: dict[str, float],  # weights of the rewards in their sum, keyed by reward
     ) -> Tensor:
-        """Return the rewards R minus the mean of their group, divided by mean(|R|^p)^(1/p) and clamped, (P, G).
+        """Return R / mean(|R|^p)^(1/p), clamped between -`advantage_clamp` and `advantage_clamp`, (P, G).
 
-        A group with equal rewards gets 0.
+        R is the reward minus the mean of its group, the other mean is over the group too, and p is the attribute `power`.
+        Several rewards are first combined by `combine_rewards`. A group with equal rewards gets 0.
         """
         rewards = combine_rewards(scores, weights)
         is_equal = rewards.amax(1, keepdim=True) == rewards.amin(1, keepdim=True)
@@ -149,7 +150,10 @@ class Neighbor(Method):
         self,
         batch: TransitionBatch,  # m transitions; the targets are the next latents of all G siblings
     ) -> tuple[Tensor, ...]:
-        """Return a tuple of one tensor, the log-probability of moving to each sibling's next state, (m, G)."""
+        """Return a tuple of one tensor, the log-probability of moving to each sibling's next state, (m, G).
+
+        It is the log-softmax over the siblings of minus the mean squared distance of that state from the transition's mean.
+        """
         mean, _ = batch.mean_std()
         distance = (batch.target - mean[:, None]).square().flatten(2).mean(2)
         return ((-distance).log_softmax(1),)
@@ -214,6 +218,7 @@ class SelfOpd(Method):
     ) -> tuple[Tensor, ...]:  # (m,) and (m, G)
         """Return the log-density of each transition without its constants, and its cosine with all G siblings.
 
+        The log-density, with gradient, is in nats per latent dimension; the cosine has no gradient.
         The cosine is that of the angle between the deviations of both next states, the image's and the sibling's, from the
         mean of the image's transition.
         """

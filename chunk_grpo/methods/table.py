@@ -30,7 +30,7 @@ def _describe_noise(settings: Settings, method: Method) -> str:
 
 
 def _describe_start(settings: Settings) -> str:
-    """Return "one noise", with `noise_spread` if it is above 0, if `shared_noise` is true; else the value of `sharing`."""
+    """Return "one noise" if `shared_noise` is true, with `noise_spread` if that is above 0; else the value of `sharing`."""
     if not settings.shared_noise:
         return settings.sharing
     if settings.noise_spread > 0:
@@ -39,7 +39,7 @@ def _describe_start(settings: Settings) -> str:
 
 
 def _describe_credit(settings: Settings) -> str:
-    """Return the value of `credit`, and describe `credit_of`, `completion_strides` and `diversity` if not the defaults."""
+    """Return the value of `credit`, and what is not the default in `credit_of`, `completion_strides` and `diversity`."""
     choices = [settings.credit]
     if settings.credit_of != "image":
         choices.append(settings.credit_of)
@@ -94,8 +94,10 @@ def _describe_anchor(settings: Settings) -> str:
 def describe_axes(settings: Settings) -> dict[str, str]:
     """Describe a method's choice on every axis of the table as text, such as "2,3,4,7" for grouping, keyed by axis.
 
-    The keys are noise, start, credit, likelihood, grouping, surrogate, where and anchor, and "sampled by": "current" if
-    the current weights sample the images, else the name of the reference weights that do.
+    The keys are noise (of the transitions), start (the initial noise), credit, likelihood (what stands for the
+    log-probability), grouping (the chunks, or "levels" if each noise level has its own ratio), surrogate, where (which
+    chunks are trained, and step weights), anchor (the KL penalty), and "sampled by": "current" if the current weights
+    sample the images, else the name of the reference weights that do. Raises InputError if the method rejects the settings.
     """
     method = load_method(settings)
     entry = METHODS.get(settings.method, {})
@@ -129,7 +131,8 @@ def method_row(
 
     The keys are method, title, source, idea, those of `describe_axes`, rollout, trained, extra and scored. The last four are
     costs per image that an iteration trains on, rounded to two decimals: rollout, trained and extra are forward passes,
-    and scored is the number of scored images. Raises InputError if the name is unknown.
+    and scored is the number of scored images. Raises InputError if the name is unknown, or if `base` is wrong or does not
+    suit the method.
     """
     if name not in METHODS:
         raise InputError(f"`method` must be one of {', '.join(METHODS)}; got {name[:80]!r}")

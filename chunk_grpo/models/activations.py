@@ -247,8 +247,9 @@ def activation_bytes(
 ) -> int:
     """Return the number of bytes that an update's forward pass saves for its backward pass.
 
-    With gradient checkpointing they include the peak of the largest block, which the backward pass recomputes. With
-    classifier-free guidance a transition takes two rows of the batch.
+    All images have the largest of the training sizes. With gradient checkpointing the bytes include the peak of the largest
+    block, which the backward pass recomputes. With classifier-free guidance a transition takes two rows of the batch.
+    Raises InputError in the same cases as `build_meta_policy` and `run_meta_forward`.
     """
     targets = tuple(settings.lora_targets) if settings.lora_rank else ()
     fixed, row = _count_activation_bytes(

@@ -7,6 +7,7 @@ __all__ = ['START_FOLDER', 'START_FILE', 'LAYOUTS', 'find_adapter_file', 'Adapte
            'write_adapter', 'save_adapter', 'start_from_adapter', 'load_start_adapter']
 
 # %% ../../nbs/03_models/06_adapters.ipynb #5b1f0a05
+import contextlib
 import copy
 import inspect
 import json
@@ -14,7 +15,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
@@ -45,6 +46,7 @@ START_FILE = "start_lora_weights.safetensors"  # in an exported folder, with tha
 LAYOUTS = ("diffusers", "peft", "kohya")  # in which an adapter can be written
 _DIFFUSERS_FILE = "pytorch_lora_weights.safetensors"
 _PEFT_FILE = "adapter_model.safetensors"
+_PEFT_CONFIG_FILE = "adapter_config.json"
 # names of adapter files in a folder, in the order in which they are looked for
 _ADAPTER_FILES = (_DIFFUSERS_FILE, _PEFT_FILE)
 _FLAT_PREFIX = "lora_transformer_"  # of kohya-style names for a diffusers network
@@ -62,7 +64,12 @@ def _download_adapter(
 
     repository, _, file = source.partition(":")
     try:
-        return Path(hf_hub_download(repository, file or _DIFFUSERS_FILE))
+        adapter = Path(hf_hub_download(repository, file or _DIFFUSERS_FILE))
+        # Peft writes the scale to a second file; other layouts have none.
+        folder = PurePosixPath(file).parent
+        with contextlib.suppress(HfHubHTTPError, LocalEntryNotFoundError, OSError):
+            hf_hub_download(repository, (folder / _PEFT_CONFIG_FILE).as_posix())
+        return adapter
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).strip().splitlines()[0]
         raise InputError(
@@ -76,8 +83,8 @@ def find_adapter_file(
 ) -> Path:
     """Return the path of an adapter's .safetensors file, after downloading it if the source is a hub id.
 
-    A run must have finished; its final adapter is taken. Raises InputError if there is no such file, or if a folder holds
-    several and none has the name that diffusers or peft gives to adapters.
+    In a run's folder it is the final adapter. Raises InputError if the run has not finished, if there is no such file, if
+    the download fails, or if a folder holds several files and none has the name that diffusers or peft gives to adapters.
     """
     path = Path(source).expanduser()
     check_regular_files([path], "lora_start")
@@ -189,7 +196,7 @@ def _unflatten_names(
 def _convert_layout(
     tensors: dict[str, Tensor],  # of the adapter's file, keyed by name
     metadata: dict,  # of the adapter's file
-    file: Path,  # of the adapter; peft's configuration, adapter_config.json, must be next to it
+    file: Path,  # of the adapter; in peft's layout, its adapter_config.json must be next to it
     pipeline: str,  # name of the model's pipeline class in diffusers, such as FluxPipeline
     layer_names: Sequence[str],  # of the network's linear layers
 ) -> tuple[dict[str, Tensor], dict[str, float], float]:
@@ -198,9 +205,11 @@ def _convert_layout(
     Returns the tensors keyed by diffusers' names, the alphas keyed by layer, and the scale of layers without an alpha.
     Raises InputError if diffusers cannot convert the layout, or peft's configuration is missing or not plain LoRA.
     """
+    if not tensors:
+        raise InputError(f"`lora_start` must hold LoRA factors; {file} has none")
     prefix = "base_model.model."
     if all(name.startswith(prefix) for name in tensors):
-        config_file = file.with_name("adapter_config.json")
+        config_file = file.with_name(_PEFT_CONFIG_FILE)
         if not config_file.is_file():
             raise InputError(
                 f"`lora_start` must have peft's adapter_config.json next to it, which holds its scale; {file} has none"
@@ -246,11 +255,12 @@ def _convert_layout(
 def read_adapter(
     source: str,  # as for `find_adapter_file`
     pipeline: str,  # name of the model's pipeline class in diffusers, such as FluxPipeline
-    network: nn.Module,  # the model's transformer, whose layer names are needed; it may be on the meta device
+    network: nn.Module,  # the model's transformer, to find the layers of kohya-style names; it may be on the meta device
 ) -> Adapter:
     """Read an adapter in any layout that diffusers or peft knows, and multiply its scale into B.
 
-    Raises InputError if there is none, if it is damaged, or if it holds more than LoRA factors of the transformer.
+    Raises InputError if there is none, if it is damaged or not finite, or if it holds more than LoRA factors of the
+    transformer. The shapes of its factors are not compared with those of the network.
     """
     file = find_adapter_file(source)
     tensors, metadata = _read_adapter_file(file)
@@ -327,7 +337,8 @@ def read_start_adapter(
 ) -> Adapter | None:  # None: `lora_start` is empty
     """Read the adapter that a run starts from and check that it fits the run, without loading the model's weights.
 
-    Raises InputError if it cannot be read or does not fit.
+    A model or adapter that is named by a hub id is downloaded. Raises InputError if the adapter cannot be read or does not
+    fit.
     """
     if not settings.lora_start:
         return None
@@ -368,10 +379,10 @@ def write_adapter(
 ) -> None:
     """Write an adapter into a folder, with a scale of 1, which is also what readers assume if they find no scale.
 
-    `diffusers` is what `load_lora_weights` reads, `peft` what `PeftModel.from_pretrained` reads, and `kohya` has names with
-    underscores, factors called down and up, and an alpha per layer, as OneTrainer writes them and ComfyUI reads them.
-    Raises InputError for any other layout, and for a `file_name` other than adapter_model.safetensors with `peft`, which
-    looks for that name only.
+    `diffusers` is what `load_lora_weights` reads. `peft` is what `PeftModel.from_pretrained` reads; for it,
+    adapter_config.json is written too. `kohya` has names with underscores, factors called down and up, and an alpha per
+    layer, as OneTrainer writes them and ComfyUI reads them. Files of the same names are replaced. Raises InputError for any
+    other layout, and for a `file_name` other than adapter_model.safetensors with `peft`, which looks for that name only.
     """
     if layout not in LAYOUTS:
         raise InputError(f"`layout` must be one of {', '.join(LAYOUTS)}; got {layout!r}")
@@ -403,7 +414,10 @@ def save_adapter(
     adapter: Adapter,
     folder: Path,  # created by this function
 ) -> None:
-    """Write an adapter in diffusers' layout to a new folder, which appears whole or not at all."""
+    """Write an adapter in diffusers' layout to a new folder, which appears whole or not at all.
+
+    Raises InputError if the folder exists and is not empty, or cannot be written.
+    """
     with atomic_write(Path(folder)) as temporary:
         temporary.mkdir()
         write_adapter(adapter, temporary)
@@ -433,8 +447,8 @@ def load_start_adapter(
 ) -> None:
     """Start a policy from the adapter that the setting `lora_start` names; if the setting is empty, do nothing.
 
-    A run that has begun uses the copy in its own folder. Raises InputError if that copy is missing, or the adapter does
-    not fit.
+    A run that has begun uses the copy in its own folder. Raises InputError if that copy is missing, if the adapter cannot
+    be read, or if that of a new run does not fit.
     """
     if not settings.lora_start:
         return

@@ -85,9 +85,10 @@ def find_model_config(
     model: str,  # one of POCKET_MODELS such as pocket, a folder, or a hub id
     family: str = "",  # as for `read_model_config`
 ) -> ModelConfig | None:
-    """Return the configurations of a model's networks, or None for a hub id that no family lists or an unknown family.
+    """Return the configurations of a model's networks, without downloading anything.
 
-    Raises InputError for a folder that cannot be read.
+    The result is None for a hub id that no family lists, and for a folder whose pipeline belongs to no family. Raises
+    InputError for a folder that cannot be read.
     """
     if model in POCKET_MODELS or Path(model).is_dir():
         return read_model_config(locate_model(model), family)
@@ -107,8 +108,9 @@ def build_meta_policy(
 ) -> Policy:
     """Build a model's policy with networks on torch's meta device, which have shapes but no memory.
 
-    With a `rank`, the policy is also made trainable. Raises InputError if a configuration does not describe a network,
-    the resolution does not fit the model, or a target matches no linear layer.
+    The policy has no folder, so it can compute velocities and decode, but has no scheduler and cannot encode prompts. With
+    a `rank`, it is also made trainable. Raises InputError if a configuration does not describe a network, the resolution
+    does not fit the model, or a target matches no linear layer.
     """
     family = find_family(config.pipeline)
     policy = family.__new__(family)
@@ -179,7 +181,9 @@ def run_meta_forward(
 ) -> Tensor:  # (rows, S, C) on meta: images, tokens, channels
     """Run one forward pass through the family's `predict`, with prompts of full length, and return the velocity.
 
-    Raises InputError if the forward pass fails, because the configuration describes a network that cannot compute one.
+    The conditioning has the tensors of the families in this package, such as `prompt_embeds`. Raises InputError if the
+    forward pass fails, because the configuration describes a network that cannot compute one, or because `predict` needs
+    other tensors.
     """
     net = policy.transformer.config
     tokens, channels = policy.noise(torch.Generator()).shape
@@ -219,8 +223,8 @@ def check_forward(
 ) -> None:
     """Raise InputError if a forward pass of the model fails on the meta device, at any of the run's training sizes.
 
-    No weights are read. Nothing is checked for an unknown model, and for a family from outside the package, whose
-    `predict` may need the values of tensors.
+    No weights are read. An unknown model is not checked, nor is a family from outside the package, whose `predict` may
+    need the values of tensors.
     """
     config = find_model_config(model, settings.family)
     if config and find_family(config.pipeline).__module__.startswith("chunk_grpo."):
@@ -370,7 +374,10 @@ def forward_flops(
     resolution: int | tuple[int, int],  # side length or (height, width), pixels
     max_tokens: int,  # of a prompt
 ) -> int:
-    """Count the floating-point operations of one forward pass for one image."""
+    """Count the floating-point operations of one forward pass for one image, without classifier-free guidance.
+
+    Only matrix products, convolutions and attention count; a multiplication with its addition counts as two operations.
+    """
     policy = build_meta_policy(config, resolution, max_tokens)
     with FlopCounterMode(display=False) as counter:
         with run_two_blocks_per_kind(policy.transformer, counter.get_total_flops) as (skipped, _):

@@ -497,11 +497,11 @@ def _import_family(
 
 
 def find_family(
-    name: str,  # a key of FAMILIES, or a class of your own, as file.py:Class
+    name: str,  # a key of FAMILIES, or a class of your own, as file.py:Class or package.module:Class
 ) -> type:
     """Import the class of a family, a subclass of `policy.Policy`, by its name and return it.
 
-    Raises InputError if it cannot be imported.
+    Raises InputError if it cannot be imported, or lacks an attribute or method that every family defines.
     """
     if name in FAMILIES:
         return import_class(f"chunk_grpo.{FAMILIES[name]}")
@@ -881,6 +881,7 @@ def _read_lines(text: str) -> list[tuple[str, Any]]:
             content = json.loads(first)
         if isinstance(content, dict):
             return _read_json_lines(text)
+        content = None  # a list in the first line alone may be a prompt
         with contextlib.suppress(ValueError, RecursionError):
             content = json.loads(text)
         if isinstance(content, dict) or (
@@ -1028,9 +1029,9 @@ def read_prompt_records(
 ) -> list[tuple[str, str, Any]]:  # per prompt: its place, such as "line 2", the prompt, its record
     """Read a list of prompts, each with its place in the file and the text or mapping that contains it.
 
-    For HPDv2's comparisons, only the first record of each prompt is returned. With FILE:COLUMN, only that column is read.
-    Raises InputError if the list is missing, empty or unreadable, if a prompt is empty or too long, or if a record asks for
-    its own way of sampling, for example with a field seed.
+    For HPDv2's comparisons, only the first record of each prompt is returned. Raises InputError if the list is missing,
+    empty or unreadable, if a prompt is empty or too long, or if a record asks for its own way of sampling, for example
+    with a field seed. With FILE:COLUMN, the other fields are not checked, but they stay in the record.
     """
     name, column = split_prompt_column(source)
     path = Path(name)
@@ -1453,7 +1454,8 @@ def read_model_prompts(
 ) -> list[str]:  # of `ImagePrompt` if the model edits images
     """Read the prompts of a list, with their images if the model edits images.
 
-    Raises InputError in the same cases as `read_prompt_records`, and if a prompt has no readable image.
+    A record names its image in the field `image`, by a path relative to the folder of the list. Raises InputError in the
+    same cases as `read_prompt_records`, and if a prompt has no readable image.
     """
     records = read_prompt_records(source, field, negative_prompts=negative_prompts, sizes=sizes)
     pipeline = find_editing_pipeline(model, family)
@@ -1515,7 +1517,7 @@ def read_prompt_sizes(
     Raises InputError if a size is not one of those in `resolution`.
     """
     source = settings.prompts
-    is_column = bool(split_prompt_column(source)[1])  # only that column is read
+    is_column = bool(split_prompt_column(source)[1])  # the other fields of records are ignored
     if is_column or not allows_record_sizes(settings, "prompts"):
         return [None] * len(read_run_prompts(settings))
     allowed = {image_size(size): size for size in training_sizes(settings)}
@@ -1561,10 +1563,10 @@ def read_negative_prompts(
 ) -> dict[str, str]:  # prompt, an `ImagePrompt` if the model edits images -> negative prompt
     """Read the negative prompts in a list's records, keyed by prompt.
 
-    Prompts without a negative prompt, or with a blank one, are left out. Raises InputError if a prompt occurs with two
-    different negative prompts.
+    Prompts without a negative prompt, or with a blank one, are left out. With FILE:COLUMN, the result is empty. Raises
+    InputError if a prompt occurs with two different negative prompts, or once with and once without one.
     """
-    if split_prompt_column(source)[1]:  # only that column is read
+    if split_prompt_column(source)[1]:  # the other fields of records are ignored
         return {}
     negatives: dict[str, str] = {}
     prompts = read_model_prompts(source, field, model, family, sizes=True)
@@ -1621,8 +1623,9 @@ def read_run_negative_prompts(
     """Read the negative prompts in the records of all of a run's lists, keyed by prompt.
 
     Raises InputError if a record has one but the run has no classifier-free guidance, or if the lists have different
-    negative prompts for the same prompt. If only evaluation has guidance and reads another list, those of the training
-    prompts are left out, and the error is raised unless the evaluation prompts have the same ones.
+    negative prompts for the same prompt. If only evaluation has guidance, and its list is not the training list, the
+    negative prompts of the training list are left out; the error is then raised for each of them that the evaluation list
+    does not have for the same prompt.
     """
     lists = {field: _read_run_list(settings, field) for field in fields}
     negatives: dict[str, str] = {}
@@ -1673,9 +1676,9 @@ def describe_prompts(
 ) -> str:
     """Describe a list in one line: the number of prompts, the first two, and how many are repeated.
 
-    If the model edits images, the line also says how many of the images are not square. It then counts the
-    prompts that have a negative prompt of their own, and those whose records name the size of their images. For example:
-    "2 prompts from a.txt, first 'a cat' and 'a dog', none repeated". Raises InputError as `read_model_prompts` does.
+    An example is "2 prompts from a.txt, first 'a cat' and 'a dog', none repeated". If the model edits images, the line also
+    says how many of the images are not square. At its end, it counts the prompts that have a negative prompt of their own,
+    and those whose records name the size of their images. Raises InputError as `read_model_prompts` does.
     """
     prompts = read_model_prompts(source, field, model, family, sizes=sizes)
     shortened = [text if len(text) <= 60 else f"{text[:57]}..." for text in prompts[:2]]
@@ -1691,7 +1694,7 @@ def describe_prompts(
     negatives = read_negative_prompts(source, field, model, family)
     if negatives:
         line = f"{line}, {len(negatives):,} with a negative prompt"
-    if split_prompt_column(source)[1]:  # only that column is read
+    if split_prompt_column(source)[1]:  # the other fields of records are ignored
         return line
     records = read_prompt_records(source, field, sizes=sizes)
     sized = [
@@ -1722,8 +1725,8 @@ def write_prompts(
     """Write prompts as JSON lines and return the path of the file.
 
     All other fields of a mapping, and all other columns of a dataset, are written next to its prompt.
-    Raises InputError if an entry has no prompt, or a value that JSON cannot represent, or if the file exists with
-    different prompts.
+    Raises InputError if `path` does not end in .jsonl or the file exists with different prompts, or if an entry has no
+    prompt, has a value that JSON cannot represent, or asks for its own way of sampling, for example with a field seed.
     """
     file = Path(os.path.abspath(path))
     if file.suffix != ".jsonl":
@@ -1837,7 +1840,10 @@ def check_embedded_guidance(
 def check_guidance(
     settings: Settings,  # of a run or an evaluation
 ) -> None:
-    """Raise InputError if a guidance scale of the settings does not fit the model; read only its configuration."""
+    """Raise InputError if a guidance scale of the settings does not fit the model.
+
+    A model that is named by a hub id is downloaded, but no weights are loaded.
+    """
     model = locate_model(settings.model)
     family = find_family(check_pipeline_folder(model, settings.family))
     check_embedded_guidance(settings, family, read_model_json(model, "transformer/config.json"))
@@ -1882,7 +1888,7 @@ def hash_inputs(
     return hashes
 
 # %% ../../nbs/03_models/00_inputs.ipynb #a44be3ba
-# reward options whose value is a file
+# reward options whose value may be the path of a file or folder
 _FILE_OPTIONS = (
     "weights",
     "base",

@@ -67,7 +67,10 @@ LORA_TARGETS = (
 
 # %% ../../nbs/03_models/02_policy.ipynb #073be9ae
 def find_blocks(net: Any) -> dict[str, Any]:  # net: a transformer of diffusers
-    """Return the transformer's blocks, the modules whose class diffusers lists as repeated, keyed by module name."""
+    """Return the transformer's blocks, keyed by module name.
+
+    They are the modules whose class diffusers lists as repeated or, if it lists none, as not to be split.
+    """
     class_names = getattr(net, "_repeated_blocks", None) or net._no_split_modules or ()
     return {
         name: module for name, module in net.named_modules() if type(module).__name__ in class_names
@@ -122,6 +125,9 @@ def check_quantization(
     """Raise InputError if the format's package is not installed, or if the format is nf4 and the device is a CPU."""
     if quantization == "none":
         return
+    if quantization not in QUANTIZATION_PACKAGES:
+        allowed = ", ".join(["none", *QUANTIZATION_PACKAGES])
+        raise InputError(f"`quantization` must be one of {allowed}; got {quantization!r}")
     package = QUANTIZATION_PACKAGES[quantization]
     if importlib.util.find_spec(package) is None:
         raise InputError(
@@ -207,7 +213,7 @@ def scheduler_sigmas(
 
     Raises InputError if the levels do not fall from 1 to 0.
     """
-    # annotated as Any because diffusers' types say that `from_pretrained` returns a tuple
+    # annotated as Any because diffusers' types say that `from_config` may return a tuple
     scheduler_class: Any = diffusers.FlowMatchEulerDiscreteScheduler
     scheduler = scheduler_class.from_config(scheduler_config(policy))
     # `check_noise_levels` rejects levels that are not finite, so numpy need not warn.
@@ -434,7 +440,7 @@ class Policy(Family):
         self,
         folder: Path,  # a pipeline's folder
         resolution: int | tuple[int, int],  # side length or (height, width), pixels
-        max_tokens: int = 512,  # tokens per prompt of the longest text encoder
+        max_tokens: int = 512,  # tokens per prompt of the longest text encoder; most pipelines cut off the rest
         guidance: float = 3.5,  # embedded guidance scale; ignored by models without the embedding
         dtype: torch.dtype = torch.float32,  # of the forward passes
         device: str | torch.device = "cpu",  # where the networks compute
@@ -446,7 +452,7 @@ class Policy(Family):
         quantization: str = "none",
         pipe: Any = None,  # a pipeline in memory, whose networks are used instead of the folder's
     ) -> None:
-        """Load the networks and freeze them.
+        """Load the networks and freeze them, and disable TF32 in this process.
 
         Raises InputError if the pipeline does not allow that many tokens or this `true_cfg_scale`, if the machine cannot
         quantize, or if a side of the resolution is not a multiple of `patch` * `vae_scale_factor` pixels.
@@ -690,15 +696,17 @@ def load_policy(
     *,
     resolution: int | tuple[int, int],  # side length or (height, width), pixels
     dtype: str = "float32",  # of the forward passes: float32, bfloat16 or float16
-    weights: str | None = None,  # dtype of the transformer's stored weights; None: as `dtype`
+    weights: str | None = None,  # dtype of the transformer's weights in memory; None: as `dtype`
     family: str = "",  # a class of your own, as file.py:Class; empty: the model's pipeline decides
     # arguments of `Policy`: max_tokens, guidance, true_cfg_scale, device, keep_on_cpu, vae_tiling, quantization
     **options,
 ) -> Policy:  # frozen
-    """Load a policy by its model's name, or make one from a pipeline in memory.
+    """Load a policy by its model's name, or make one from a pipeline in memory, and disable TF32 in this process.
 
-    A pipeline keeps its dtype, and its device unless you name another. Raises InputError if the
-    model is missing, damaged, or of an unknown family.
+    With a pipeline in memory, `dtype` and `weights` must be the dtype of its transformer, and the policy computes on its
+    device unless you name another. A model that is named by a hub id is downloaded. Raises InputError if the model is
+    missing, damaged, or of an unknown family, if an argument does not fit it, or if an environment variable would change
+    what is computed.
     """
     for name, value in {"dtype": dtype, "weights": weights}.items():
         if name == "weights" and value is None:
@@ -734,8 +742,8 @@ def decode_latents(
 ) -> Tensor:  # (B, 3, H, W) in [0, 1], on the CPU
     """Decode latents into images, in batches.
 
-    Raises InputError if an image is not finite. Prints a warning once if an activation of the transformer has reached the
-    largest float16 number. In a run, only the first process prints it.
+    Raises InputError if an image is not finite. Prints a warning, once per policy, if an activation of the transformer has
+    reached the largest float16 number.
     """
     batch_size = min(batch, policy.decode_limit)
     batches = [

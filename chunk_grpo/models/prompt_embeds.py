@@ -147,7 +147,8 @@ def cache_prompt_embeds(
 ) -> dict[str, Path]:  # keyed by prompt
     """Encode the prompts that are not on disk or whose file is damaged, and return the path of every prompt's file.
 
-    Prints a warning if a file is damaged. Raises InputError if the disk has too little free space.
+    Prints a warning if a file is damaged. Raises InputError if the disk has too little free space, or the cache cannot be
+    written to.
     """
     folder = prompt_cache_folder() / "embeddings" / key[:32]
     missing = []
@@ -190,7 +191,7 @@ def _load_prompt_embeds(
     prompts: list[str],  # in the order of the rows; repeats are allowed
     key: str,  # hash of everything else that the embeddings depend on
     encode: Callable,  # as in `cache_prompt_embeds`
-) -> dict[str, Tensor]:  # the names of `encode`
+) -> dict[str, Tensor]:  # on the CPU, keyed by the names that `encode` returns
     """Return the embeddings of prompts, one row per prompt, read from disk or, if they are not there, encoded now."""
     paths = cache_prompt_embeds(prompts, key, encode)
     loaded = {p: _read_prompt_embeds(path, p, key) for p, path in paths.items()}
@@ -277,7 +278,7 @@ def lazy_prompt_encoder(
     """Yield a function that encodes a list of prompts as `policy.embed` does, into tensors with one row per prompt.
 
     The function loads the encoders at its first call; they are freed when the context ends. The function raises
-    InputError if the model's encoders or tokenizers fail.
+    InputError if the model's encoders or tokenizers fail, but passes on errors such as a lack of memory.
     """
     pipe = []  # holds the pipeline once it is loaded
 
@@ -318,7 +319,10 @@ def lazy_prompt_encoder(
 
 # %% ../../nbs/03_models/01_prompt_embeds.ipynb #da7f0315
 def prompt_key(policy: Any) -> str:  # sha256 in hex
-    """Return a hash of what a policy's embeddings depend on besides the prompt: the encoders' files, `max_tokens` and dtype."""
+    """Return a hash of the encoders' files and dtype and of `max_tokens`, on which the embeddings of all families depend.
+
+    `Policy.key` adds what only the embeddings of some families depend on, such as the resolution.
+    """
     files = hash_model_files(policy.folder, policy.text_folders)
     return hashlib.sha256(
         f"{files} {policy.max_tokens} {encoder_dtype(policy.dtype)}".encode()
@@ -330,7 +334,7 @@ def _encode_in_memory(
     policy: Any,  # its attribute `pipe` is a pipeline in memory
     prompts: list[str],  # repeats are allowed
     batch_size: int = 64,  # prompts encoded at once
-) -> dict[str, Tensor]:  # the names of `policy.embed`
+) -> dict[str, Tensor]:  # keyed by the names that `policy.embed` returns
     """Encode prompts with the pipeline in memory, without the cache on disk, and return one row per prompt."""
     batches = [
         policy.embed(policy.pipe, list(prompts[start : start + batch_size]))
@@ -358,12 +362,13 @@ def _convert_to_float16(rows: dict[str, Tensor]) -> dict[str, Tensor]:
 @checked(prompts=Sequence[str])
 def encode_prompts(
     policy: Any,  # its `key` is the hash of everything that the embeddings depend on besides the prompt
-    prompts: list[str],  # P of them; repeats are allowed
+    prompts: list[str],  # P of them, at least one; repeats are allowed
 ) -> dict[str, Tensor]:  # the tensors that `embed` returns, P rows each, on the policy's device
-    """Return the conditioning of prompts, from the cache on disk or from the frozen encoders.
+    """Return the conditioning of prompts, read from the cache on disk, or encoded now and stored there.
 
-    With classifier-free guidance it also contains the rows of each prompt's negative prompt, under the same names with
-    the prefix `negative_`. Raises InputError if the encoders fail, or a value is too large for the dtype float16.
+    A pipeline in memory encodes them itself, without the cache. With classifier-free guidance the result also contains
+    the rows of each prompt's negative prompt, under the same names with the prefix `negative_`. Raises InputError if the
+    encoders fail, the cache cannot be written to, or a value is too large for the dtype float16.
     """
     negatives = policy.get_negative_prompts(prompts)  # empty without classifier-free guidance
     distinct_negatives = list(dict.fromkeys(negatives))

@@ -139,12 +139,16 @@ def make_trainable(
     sharding: str = "none",  # or fsdp: each process holds a shard of all weights but the adapter
     sharding_offload: bool = False,  # keep the sharded base of an adapter in host memory
     sharding_group: int = 0,  # processes that together hold one copy of the weights; 0: all
-    sampling_only: bool = False,  # the policy is never trained: all weights keep their number format
-) -> list[nn.Parameter]:  # the weights to optimise, float32
-    """Prepare a policy for training and return its trainable weights.
+    # the policy is never trained: without an adapter and sharding, all weights stay frozen and keep their number format
+    sampling_only: bool = False,
+) -> list[
+    nn.Parameter
+]:  # the weights to optimise, float32; with `sampling_only` and no adapter, all weights
+    """Prepare a policy for training and return its trainable weights, which the caller stores as `policy.trained`.
 
     Full fine-tuning copies the base weights, or this process's shards of them, into `policy.base_params`; LoRA adds an
-    adapter. Raises InputError if a target matches no linear layer, or none of the adapted layers gets a gradient.
+    adapter. With sharding, every process must call this. Raises InputError if a target matches no linear layer, or none
+    of the adapted layers gets a gradient.
     """
     net = policy.transformer
     if gradient_checkpointing:
@@ -247,7 +251,7 @@ def base_weights(policy: Policy) -> Iterator[None]:  # trainable or not
 
     With LoRA the base is the network with the adapter that training started from (`start_from_adapter`), or else without
     any adapter; with full fine-tuning it is the copy that `make_trainable` made. The trained weights are back at the end,
-    also after an exception. Such contexts cannot be nested.
+    also after an exception. Do not nest such contexts: the inner one would bring the trained weights back, without an error.
     """
 
     def switch(to_trained: bool) -> None:
@@ -272,7 +276,7 @@ def base_weights(policy: Policy) -> Iterator[None]:  # trainable or not
 
 # %% ../../nbs/03_models/04_trainable.ipynb #479a9bae
 def save_trained_weights(
-    policy: Policy,  # of `make_trainable`; its trained weights must not be sharded
+    policy: Policy,  # of `make_trainable`; sharded weights must have been gathered by `gather_model`
     folder: Path,  # created if it does not exist
 ) -> None:
     """Write the trained weights as diffusers does: an adapter for `load_lora_weights`, or a transformer's folder."""
@@ -406,9 +410,9 @@ def set_attention_backend(
     policy: Policy,  # changed in place
     name: str,  # native: torch chooses any kernel but cuDNN's; or another value of AttentionBackendName
 ) -> None:
-    """Set the attention backend of the transformer.
+    """Set the attention backend of the transformer, and allow cuDNN's attention in this process only for `_native_cudnn`.
 
-    torch may use cuDNN's kernel only if `name` is `_native_cudnn`. Raises InputError as `check_attention_backend` does.
+    The name `native` leaves a backend that was set before unchanged. Raises InputError as `check_attention_backend` does.
     """
     # torch must never choose cuDNN by itself: github.com/pytorch/pytorch 196678
     torch.backends.cuda.enable_cudnn_sdp(name == "_native_cudnn")
@@ -442,9 +446,10 @@ def _check_compiler(device: torch.device) -> None:
 def compile_blocks(
     policy: Policy,  # its transformer must not be wrapped by a trainer yet
 ) -> None:
-    """Make torch compile the transformer's blocks at their first forward pass.
+    """Make torch compile the transformer's blocks at their first forward pass, and raise torch's limits on recompilation.
 
-    Raises InputError if this machine has no compiler.
+    From then on `Policy.velocity` pads batches to the sizes of `padded_batch_size`. Raises InputError if this machine has
+    no compiler.
     """
     _check_compiler(policy.device)
     # Beyond these limits torch stops compiling, which changes the last digits.
@@ -491,12 +496,13 @@ def load_trainable_policy(
     attention: str = "native",  # attention backend, as for `set_attention_backend`
     sampling_only: bool = False,  # the policy is never trained: half the memory if `dtype` is bfloat16
     family: str = "",  # a class of your own, as file.py:Class; empty: the model's pipeline decides
-    **load_options: Any,  # further arguments of `policy.load_policy`
+    **load_options: Any,  # further arguments of `policy.load_policy`, of which `resolution` is required
 ) -> Policy:  # with `.trained`, the list of weights to optimise
     """Load a policy by its model's name and make it trainable.
 
-    Raises InputError in the same cases as `policy.load_policy` and `make_trainable`, if this machine has no compiler or
-    cannot use the attention backend, and if the arguments contradict each other.
+    With sharding, every process must call this. Raises InputError in the same cases as `policy.load_policy` and
+    `make_trainable`, if this machine has no compiler or cannot use the attention backend, and if the arguments contradict
+    each other.
     """
     stored = dtype if lora_rank or sharding != "none" or sampling_only else "float32"
 
@@ -582,13 +588,14 @@ def shard_model(
     net: Any,  # a transformer of diffusers, changed in place
     device: torch.device,  # where the network computes
     dtype: torch.dtype,  # of the forward passes
-    group: int = 0,  # processes that together hold one copy of the weights; 0: all
+    group: int = 0,  # processes that together hold one copy of the weights, a divisor of their number; 0: all
     offload: bool = False,  # keep the shards in host memory; for the base of an adapter
 ) -> list[nn.Parameter]:  # the sharded ones, in the order of the network
     """Keep only this process's shard of every weight, in float32, and make all weights trainable.
 
     If the network has an adapter, only its base is sharded: the adapter stays whole, and the base stays frozen and in its
-    number format. Blocks are sharded one after the other, so that no device holds the whole network.
+    number format. Blocks are sharded one after the other, so that no device holds the whole network. Every process must
+    call this; if there is no process group, one of this process alone is created.
     """
     adapter = {p for name, p in net.named_parameters() if ".lora_" in name}
     # The gathered weights of an adapter's base keep the number format in which they are stored.

@@ -30,9 +30,9 @@ def transitions_per_image(
     # sizes of the chunks, if a profile has determined them; None: use those of the setting `chunks`
     sizes: Sequence[int] | None = None,
 ) -> tuple[int, float, int]:  # minimum, mean, maximum
-    """Return the minimum, the mean and the maximum number of transitions of an image that are trained.
+    """Return the minimum, the mean and the maximum number of transitions per image that an iteration of Chunk-GRPO trains.
 
-    The three differ if chunks differ in size, because the trained chunks are sampled, or if the sizes are not known yet.
+    The three differ if the chunks differ in size, because the trained chunks are sampled, or if the sizes are not known yet.
     """
     # A profile without known sizes still determines the number of chunks, and so the mean.
     if sizes is None and settings.chunk_rule.kind == "profile":
@@ -53,10 +53,10 @@ def transitions_per_image(
 class IterationCounts:
     """The forward passes and images of an iteration: means over a run, summed over all processes.
 
-    A forward pass evaluates the network for one image at one step; it counts once even if guidance needs two. The first
-    iteration also measures the error of the importance ratio, with two forward passes for the transitions of one update.
-    The counts leave these out, because they happen only once per run. `reference_weights`, from which memory and disk space
-    are estimated, is a number of copies at any time.
+    A forward pass evaluates the network for one image at one step; it counts once even if classifier-free guidance needs
+    two. The first iteration also measures the error of the importance ratio, with two forward passes for the transitions of
+    one update. The counts leave these out, because they happen only once per run. `reference_weights` is not such a count:
+    it is the number of copies at any time, from which memory and disk space are estimated.
     """
 
     # forward passes that sample the trained images, or that complete images to compute advantages
@@ -71,6 +71,7 @@ class IterationCounts:
 def iteration_counts(settings: Settings) -> IterationCounts:
     """Count the forward passes and images of an iteration of Chunk-GRPO.
 
+    If `update_memory` is set, `settings` must come from `fit_update_batch`, because `extra` depends on `update_batch`.
     Raises InputError unless `method` is chunk, `window` all, `sharing` own and `credit_of` image. For other settings call
     `load_method(settings).counts()`.
     """
@@ -137,9 +138,9 @@ def forward_backward_cost(settings: Settings) -> int:
 
 
 def iteration_flops(
-    settings: Settings,
-    config: ModelConfig,
-    counts: IterationCounts | None = None,  # None: those of `iteration_counts`
+    settings: Settings,  # from `fit_update_batch` if `update_memory` is set
+    config: ModelConfig,  # from `find_model_config`
+    counts: IterationCounts | None = None,  # from a method's `counts`; None: `iteration_counts`
 ) -> dict[str, float]:  # keyed by phase: rollout, baseline (if there is one), update
     """Count the floating-point operations of each phase of an iteration, in all processes together."""
     forward_flop = mean_forward_flops(config, training_sizes(settings), settings.max_tokens) * (
@@ -163,7 +164,7 @@ def read_held_out_prompts(settings: Settings) -> list[str]:
 def prompt_list_exists(
     source: str,  # value of the setting `prompts` or `eval_prompts`
 ) -> bool:
-    """Return True if a prompt list is shipped with the package or exists on this machine."""
+    """Return True if a prompt list exists on this machine, or has a name that begins with pocket:, like a shipped list."""
     return source.startswith("pocket:") or is_prompt_list(split_prompt_column(source)[0])
 
 
@@ -171,7 +172,7 @@ class EvaluationForwards(NamedTuple):
     """The forward passes that the evaluation after a run makes with one sampler: the ODE, or the sampler of training."""
 
     arms: int  # number of arms with this sampler, such as base and trained weights
-    per_image: int  # forward passes per image and arm; with guidance two per step
+    per_image: int  # forward passes per image and arm; two per step with classifier-free guidance
     sizes: tuple[
         int | tuple[int, int], ...
     ]  # sizes of the images: each a side length or (height, width), in pixels

@@ -47,7 +47,7 @@ class DeviceSpec:
 
     def fits(
         self,
-        required_bytes: int,  # as returned by `peak_memory`
+        required_bytes: int,  # the first number that `peak_memory` returns
     ) -> bool:
         """Return True if the bytes fit into the device's memory and leave a tenth of it free.
 
@@ -82,7 +82,7 @@ def find_device(
 ) -> DeviceSpec:
     """Return the device with this name, ignoring case, spaces and underscores.
 
-    Raises InputError if there is none.
+    The name a100 means a100-80. Raises InputError if there is no such device.
     """
     wanted = re.sub(r"[\s_]", "", name.lower())
     wanted = _DEVICE_ALIASES.get(wanted, wanted)
@@ -115,7 +115,8 @@ def measure_matmul_rate(
 ) -> float:  # floating-point operations per second
     """Measure the rate at which a device of this machine multiplies matrices.
 
-    The result is the rate of the fastest of several products, which other programs slowed down least.
+    The result is the rate of the fastest of several products, which other programs slowed down least. The rate of a CPU is
+    that of one thread times torch's number of threads.
     """
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     on_gpu = device.type == "cuda"
@@ -163,8 +164,9 @@ def rate_share(
 ) -> RateShare:
     """Return the share of its data sheet's rate that a device reached when it was measured at the nearest resolution.
 
-    If there is no measurement on the device with this dtype, or if the model has less than a billion parameters, the value
-    is ASSUMED_MFU, 0.3, and the source "assumed".
+    If `phase` is update and no update was measured, the share of forward passes is returned. If nothing was measured on the
+    device with this dtype, or if the model has fewer than a billion parameters, the value is ASSUMED_MFU, 0.3, and the
+    source "assumed". Measurements in bfloat16 also count for float16.
     """
     rows = json.loads(_SHARES_FILE.read_text()) if _SHARES_FILE.is_file() else []
     # float16 has bfloat16's rate, and shares were measured in bfloat16 alone.
@@ -222,13 +224,13 @@ def phase_shares(
 
 
 def iteration_seconds(
-    settings: Settings,
+    settings: Settings,  # from `fit_update_batch` if `update_memory` is set
     config: ModelConfig,
     device: DeviceSpec,
     # share of the device's rate that a run reaches; None: measured or assumed
     share: float | None = None,
     processes: int = 1,  # number of processes, one per device
-    counts: IterationCounts | None = None,  # None: those of `iteration_counts`
+    counts: IterationCounts | None = None,  # from a method's `counts`; None: `iteration_counts`
 ) -> dict[str, float]:  # keyed by phase: rollout, baseline (if there is one), update
     """Estimate how many seconds each phase of an iteration takes.
 

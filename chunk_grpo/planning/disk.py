@@ -39,12 +39,13 @@ _DEFAULT_HELD_OUT_PROMPTS = 400
 def _count_negative_prompts(
     settings: Settings,
     config: ModelConfig,
-    prompts: int,  # upper bound of the number of prompts that the run encodes
+    prompts: int,  # upper bound on the number of prompts that the run encodes
 ) -> int:
-    """Return an upper bound of the number of negative prompts that a run encodes; 0 without classifier-free guidance.
+    """Return an upper bound on the number of negative prompts that a run encodes; 0 without classifier-free guidance.
 
     A run encodes the setting `negative_prompt`, which may be empty, and the negative prompts in the prompt lists. An
-    editing model encodes a negative prompt for each prompt, together with the prompt's image.
+    editing model encodes a negative prompt for each prompt, together with the prompt's image. Raises InputError if the lists
+    have negative prompts that the run cannot use.
     """
     lists = [
         name for name in ("prompts", "eval_prompts") if prompt_list_exists(getattr(settings, name))
@@ -64,7 +65,10 @@ def count_encoded_prompts(
     config: ModelConfig,
     extra_prompts: int = 0,  # number of prompts that only the evaluation after the run uses
 ) -> int:
-    """Return an upper bound of the number of prompts that a run encodes, including negative prompts."""
+    """Return an upper bound on the number of prompts that a run encodes, including negative prompts.
+
+    Raises InputError if the prompt lists have negative prompts that the run cannot use.
+    """
     prompts = (
         settings.iterations * settings.prompts_per_iteration + settings.eval_count + extra_prompts
     )
@@ -76,10 +80,11 @@ def run_disk_bytes(
     config: ModelConfig,
     reference_weights: int = 0,  # copies of the trained weights that the method keeps as references
 ) -> dict[str, int]:  # bytes, keyed by content
-    """Estimate an upper bound of the bytes that a run writes, from its settings and the sizes of the model alone.
+    """Estimate an upper bound on the bytes that a run writes, from its settings and the sizes of the model.
 
     The keys are checkpoints, trained weights, images, the rest and, as the last, embeddings. The images of the evaluation
-    after the run and the embeddings of its prompts are included.
+    after the run and the embeddings of its prompts are included. The number of held-out prompts is read from their file, or
+    assumed to be 400 if the file does not exist on this machine.
     """
     held_out = len(read_held_out_prompts(settings)) or _DEFAULT_HELD_OUT_PROMPTS
     trained = count_trained_parameters(config, settings.lora_rank, settings.lora_targets)
@@ -108,9 +113,10 @@ def estimate_new_disk_bytes(
 ) -> tuple[int, int]:  # bytes in the run folder; bytes in the store of embeddings
     """Estimate how many bytes a run will write to its folder and to the store of prompt embeddings.
 
-    The function reads the model's configuration and the prompt lists. The evaluation after the run is included. The bytes in
-    the store are a lower bound: those that it already holds are subtracted, even if they are embeddings of other prompts or
-    another model, because only encoding the prompts would tell which of them it lacks.
+    The function reads the prompt lists and the model's configuration, and downloads the model if `model` is a hub id. The
+    evaluation after the run is included. The bytes in the store are a lower bound: those that it already holds are
+    subtracted, even if they are embeddings of other prompts or another model, because only encoding the prompts would tell
+    which of them it lacks. Raises InputError if the prompt lists or the model cannot be read.
     """
     prompts = len(read_run_prompts(settings, "prompts"))
     held_out = len(read_run_prompts(settings, "eval_prompts"))

@@ -49,7 +49,7 @@ def _count_linear_parameters(
 
 
 def training_memory(
-    settings: Settings,
+    settings: Settings,  # from `fit_update_batch` if `update_memory` is set
     config: ModelConfig,
     processes: int = 1,  # number of processes, which share images and sharded weights
     reference_weights: int = 0,  # copies of the trained weights that the method keeps as references
@@ -108,7 +108,7 @@ REWARD_MODEL_SIZES = {  # reward -> number of parameters, bytes per parameter
 
 
 def peak_memory(
-    settings: Settings,
+    settings: Settings,  # from `fit_update_batch` if `update_memory` is set
     config: ModelConfig,
     processes: int = 1,  # number of processes, which share images and sharded weights
     reference_weights: int = 0,  # copies of the trained weights that the method keeps as references
@@ -116,7 +116,8 @@ def peak_memory(
     """Estimate the peak device memory of one process, with the autoencoder and reward models.
 
     The parts are those of `training_memory`, and autoencoder, rewards and decoding. Activations and decoding are never in
-    memory together, so the total counts only the larger of the two.
+    memory together, so the total counts only the larger of the two. Only the reward models in REWARD_MODEL_SIZES are
+    counted, and not those with a `url` or on the CPU.
     """
     evaluated_images = settings.eval_count * settings.eval_images
     batches = [

@@ -133,19 +133,19 @@ def row_json_key(
 def describe_counts(
     settings: Settings,
     processes: int = 1,  # number of processes, which share the images
-    counts: IterationCounts | None = None,  # None: those of `iteration_counts`
+    counts: IterationCounts | None = None,  # from a method's `counts`; None: `iteration_counts`
     # False: leave out the rows about prompt lists, because a run from elsewhere may name any file
     show_prompts: bool = True,
 ) -> list[tuple[str, str]]:  # rows of the table: name, text
     """Describe the images, updates, transitions and forward passes of an iteration, the run and its evaluation.
 
-    A row is, for example, ("updates per iteration", "2, each on 96 images, the first on-policy"). Raises InputError if the
-    prompts cannot be divided evenly among the processes.
+    A row is, for example, ("updates per iteration", "2, each on 96 images, the first on-policy"). Raises InputError unless
+    `processes` divides `prompts_per_iteration` and is a multiple of `sharding_group`.
     """
     check_processes(settings, processes)
     images = images_per_iteration(settings)
     updates = settings.updates_per_iteration
-    # The chunks of the settings describe only Chunk-GRPO; of other methods only the counts are known.
+    # The chunks of the settings describe only Chunk-GRPO; for other methods only the counts are known.
     user_code = [name for name in named_code(settings) if name != settings.family]
     trains_chunks = settings.method == "chunk" and not user_code
     counts = counts or iteration_counts(settings)
@@ -457,14 +457,15 @@ def estimate_numbers(
     settings: Settings,
     rate: float,  # rate of matrix products on the device of one process, operations per second
     processes: int = 1,  # number of processes, one per device
-    counts: IterationCounts | None = None,  # None: those of `iteration_counts`
+    counts: IterationCounts | None = None,  # from a method's `counts`; None: `iteration_counts`
 ) -> dict:
     """Compute the numbers of a plan: counts, parameters, operations, bytes and seconds.
 
     The keys are iterations, images_per_iteration, transitions_per_iteration, forwards_per_image, parameters (all, trained),
-    flops (by phase of an iteration), memory_bytes (by content) and least_seconds (iteration, evaluation, run). The seconds
-    are lower bounds, which a device reaches only if it computes at `rate` all the time. If the sizes of the model are not
-    known, the last four are None.
+    flops (by phase of an iteration, in all processes), memory_bytes (of one process, see `training_memory`) and
+    least_seconds (iteration, evaluation, run). The seconds are lower bounds, which a device reaches only if it computes at
+    `rate` all the time. `evaluation` is the one after the run, for one prompt if the file of held-out prompts does not exist
+    on this machine. If the sizes of the model are not known, the last four are None.
     """
     iteration = counts or iteration_counts(settings)
     numbers = {
@@ -505,7 +506,7 @@ def describe_estimates(
     settings: Settings,
     rate: float,  # rate of matrix products on the device of one process, operations per second
     processes: int = 1,  # number of processes, one per device
-    counts: IterationCounts | None = None,  # None: those of `iteration_counts`
+    counts: IterationCounts | None = None,  # from a method's `counts`; None: `iteration_counts`
     # name of a device, as in `find_device`, for its memory and time; "": the least time at the rate
     device: str = "",
     share: float | None = None,  # share of the device's rate; None: measured or assumed
@@ -616,11 +617,12 @@ def describe_measured(
     lines: list[dict],  # the run's metrics, one dict per iteration
     rate: float,  # rate of matrix products on the device of one process, operations per second
     processes: int = 1,  # number of processes, which shared the images
-    counts: IterationCounts | None = None,  # None: those of `iteration_counts`
+    counts: IterationCounts | None = None,  # from a method's `counts`; None: `iteration_counts`
 ) -> list[tuple[str, str]]:  # rows of name and text
     """Compare the measured time of each phase of a run with the least possible time at `rate`.
 
-    Returns one row per phase, with the median over the iterations, and a row that says that memory was not measured.
+    Returns one row per phase, with the median over the iterations, and a row that says that memory was not measured. If the
+    run has no finished iteration, the only row says so.
     """
     measured = [line["seconds"] for line in lines if line.get("seconds")]
     config = find_model_config(settings.model, settings.family)

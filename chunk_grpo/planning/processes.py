@@ -58,8 +58,8 @@ def choose_training_device(settings: Settings) -> str:
 def choose_image_device(settings: Settings) -> str:
     """Return the device on which a trained policy samples images, "cpu" or "cuda".
 
-    If a large model has to sample on the CPU, this function only warns, where `choose_training_device` raises an error, so
-    that you can inspect a run from a GPU on a machine without one.
+    Unlike `choose_training_device`, this function raises no error, so that you can inspect a run from a GPU on a machine
+    without one: it returns "cpu" even if `device` is cuda, and warns if a large model has to sample on the CPU.
     """
     if problem := _explain_large_model_on_cpu(settings):
         warnings.warn(
@@ -117,15 +117,16 @@ def choose_processes(
     source: str | None = None,  # preset or file from which the settings come; None: neither
     reference_weights: int = 0,  # copies of the trained weights that the method keeps as references
 ) -> int:
-    """Return the number of processes with which a run is expected to be fastest on this machine.
+    """Choose the number of processes with which a run trains on this machine.
 
     With GPUs, it is the number that the preset is made for if there are at least as many GPUs and the prompts divide
     evenly among the processes; otherwise it is 1. Without a GPU, it is the largest number up to the number of cores that
-    divides the prompts, or 1 if the run is short, memory is scarce, or at least half of the cores would be idle.
+    divides the prompts, or 1 if the run is short, the sizes of the model are not known, memory is scarce, or at least half
+    of the cores would be idle.
     """
     info = machine.machine_info()
     preset_processes = find_preset_processes(source) or 1
-    if info["gpus"]:
+    if info["gpus"] and settings.device != "cpu":
         is_possible = (
             len(info["gpus"]) >= preset_processes
             and settings.prompts_per_iteration % preset_processes == 0

@@ -52,7 +52,7 @@ EDIT_FILES = {f"edit-{split}": POCKET_DIR / "editing" / f"{split}.jsonl" for spl
 
 
 def read_pocket_prompts(
-    split: str = "train",  # train, validation, test or test192
+    split: str = "train",  # train, validation, test or test192, a second list of test prompts
 ) -> list[str]:
     """Return the prompts of a shipped list, in the order of its file.
 
@@ -64,7 +64,7 @@ def read_pocket_prompts(
 
 # %% ../../nbs/01_pocket/00_pocket.ipynb #5eaf2538
 def read_pocket_manifest() -> dict:
-    """Read manifest.json, which describes the shipped files.
+    """Read POCKET_DIR/manifest.json, which describes all shipped files except those in bases/ and editing/.
 
     Its keys are training (how the weights were trained), quality (what they score), versions (of the libraries), made
     (a date), bytes (of all files), and sha256 (path in POCKET_DIR -> hash).

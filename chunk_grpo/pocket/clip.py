@@ -70,7 +70,10 @@ class PocketCLIP:
         self,
         images: Sequence[Image.Image] | torch.Tensor,  # PIL; or (B, 3, H, W), in [0, 1] or uint8
     ) -> torch.Tensor:  # (B, 64), unit length
-        """Resize images to 64 x 64 pixels and return their normalised embeddings."""
+        """Resize images to 64 x 64 pixels, and return their normalised embeddings on the CPU, without gradients.
+
+        There must be at least one image. Raises InputError for images that `images_to_numpy` rejects.
+        """
         x = numpy_to_vae_input(images_to_numpy(images))
         if x.shape[-2:] != (IMAGE_SIZE, IMAGE_SIZE):
             x = F.interpolate(x, (IMAGE_SIZE, IMAGE_SIZE), mode="bilinear", antialias=True)

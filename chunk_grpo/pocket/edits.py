@@ -139,10 +139,11 @@ def apply_edit(
     # x and y of an added object, pixels; None: centre of the first free cell; ignored for other edits
     centre: tuple[float, float] | None = None,
 ) -> Scene:
-    """Return the scene after an edit.
+    """Return the scene after an edit, with the changed or added object last.
 
-    Raises InputError if the edit is impossible: its object is missing or already there, the cell that it needs is taken or
-    outside the grid, or it would leave no object or more than MAX_OBJECTS.
+    Raises InputError if the edit is impossible: its object is missing, ambiguous or already there, or it would leave no
+    object or more than MAX_OBJECTS. A move is also impossible if the cell that it needs is taken or outside the grid, or if
+    the object is not at the centre of a cell. `centre` is not checked.
     """
     if reason := _reason_impossible(scene, edit):
         raise InputError(
@@ -198,8 +199,8 @@ def edit_record(
 ) -> dict:
     """Return the record of an edit for a prompt list, as a dict that can be written as JSON.
 
-    Its keys are prompt (the instruction), image, background (the scene's grey), and objects (a dict per object, with the
-    fields of SceneObject).
+    Its keys are prompt (the instruction), image, background (the grey at the top of the scene, since a record holds no
+    gradient), and objects (a dict per object, with the fields of SceneObject).
     """
     return {
         "prompt": edit.instruction,
@@ -216,15 +217,18 @@ def read_edit_record(
 
     Raises InputError if the record holds no valid instruction or scene, or if the edit is impossible for the scene.
     """
-    edit = parse_instruction(record.get("prompt", ""))
+    instruction = record.get("prompt", "")
+    if not isinstance(instruction, str):
+        raise InputError(f"the record must have an instruction in `prompt`; got {instruction!r}")
+    edit = parse_instruction(instruction)
     try:
         things = tuple(SceneObject(**thing) for thing in record["objects"])
         grey = int(record["background"])
         is_known = all(t.shape in SHAPES and t.colour in POCKET_COLOURS for t in things)
         is_placed = all(0 <= x < IMAGE_SIZE for t in things for x in (t.x, t.y, t.radius))
     except (KeyError, TypeError, ValueError):
-        is_known = is_placed = False
-    if not (is_known and is_placed and 0 <= grey <= 255):
+        things = ()
+    if not (things and is_known and is_placed and 0 <= grey <= 255):
         raise InputError(
             "the record must describe the scene of its image, as those of pocket:edit-train do: `objects`, each with "
             "shape, colour, x, y and radius, and `background`, a grey from 0 to 255; got the fields "
@@ -272,10 +276,11 @@ def matches_edit(
     # objects in the image, as `detect_shapes` returns them; None: a patch that matches no shape
     things: Sequence[SceneObject | None],
 ) -> bool:
-    """Return True if an image shows exactly the scene after the edit, no more and no less.
+    """Return True if an image shows exactly the objects of the scene after the edit, no more and no less.
 
-    An added object may be anywhere, as long as it touches no other: objects that touch are detected as one patch. Raises
-    InputError if the edit is impossible, except for an addition, which is not checked.
+    An object may be off by up to 4 pixels in each direction and by 3 in its radius; the background is not compared. An added
+    object may be anywhere and of any size, as long as it touches no other: objects that touch are detected as one patch.
+    Raises InputError if the edit is impossible, except for an addition, which is not checked.
     """
     remaining = list(things)
     is_addition = edit.kind == "add"
@@ -383,10 +388,11 @@ class PocketEditConsistency:
         prompts: Sequence[str],  # ignored: the records hold the instructions
         records: Sequence[Mapping],  # one per image, as returned by `edit_record`
     ) -> torch.Tensor:  # (B,), float32, in [0, 1]
-        """Return the share of pixels in each image's `untouched_region` that are unchanged, up to 32 of 255 per channel.
+        """Return the share of pixels in each image's `untouched_region` that are unchanged.
 
-        Raises InputError for images of another size, for a record that `read_edit_record` rejects, and unless there is one
-        record per image.
+        A pixel is unchanged if no channel differs by more than 32 of 255 from the rendered scene before the edit. Raises
+        InputError for images of another size, for a record that `read_edit_record` rejects, and unless there is one record
+        per image.
         """
         scores = []
         for array, record in zip(_image_arrays(images, records), records, strict=True):

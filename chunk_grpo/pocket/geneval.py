@@ -62,7 +62,8 @@ def images_to_numpy(
 ) -> np.ndarray:  # (B, H, W, 3), uint8
     """Convert PIL images or a tensor of images to one uint8 array.
 
-    Raises InputError for anything else: another type, a tensor of another shape, dtype or range, images of several sizes.
+    PIL images are converted to RGB, and floats are rounded to 256 levels. Raises InputError for another type, for a tensor
+    of another shape, dtype or range, and for images of several sizes. Raises ValueError for an empty list.
     """
     if isinstance(images, torch.Tensor):
         return _tensor_to_numpy(images)
@@ -174,9 +175,10 @@ def detect_shapes(
 ) -> list[list[SceneObject | None]]:  # per image; None: a patch that matches no shape
     """Detect the objects of every image: colour, shape, and centre and radius in pixels.
 
-    An object is a connected coloured patch. Its colour is the one of POCKET_COLOURS that is nearest in hue, and its shape
-    that of the template with the largest intersection over union. A patch is None if it has several colours, if it is
-    elongated, or if no template overlaps it by at least 0.82.
+    An object is a connected coloured patch of at least 20 pixels without its soft edge. Its colour is the one of
+    POCKET_COLOURS that is nearest in hue. Its shape is that of the rendered template with the largest intersection over
+    union, after both are stretched to the same grid. A patch is None if it has several colours, if
+    its longer side exceeds 1.4 times the shorter one, or if no intersection over union is at least 0.82.
     """
     things: list[list[SceneObject | None]] = [[] for _ in array]
     patches = list(_coloured_components(array))
@@ -251,7 +253,7 @@ def match_objects(
     """
     remaining = list(things)
     matches = [None] * len(spec.objects)
-    # First match shape and colour, then shape alone.
+    # Exact matches come first, so that an object is not spent on a caption's object of another colour.
     for exact in (True, False):
         for i, (shape, colour) in enumerate(spec.objects):
             if matches[i] is not None:
@@ -290,7 +292,8 @@ class PocketGenEval:
     ) -> torch.Tensor:  # (B,), float32, 0 or 1
         """Return 1 for each image that shows exactly what its prompt describes, otherwise 0.
 
-        Raises InputError for a prompt that `parse_caption` rejects, and unless there is one prompt per image.
+        Raises InputError for a prompt that `parse_caption` rejects, for images that `images_to_numpy` rejects, and unless
+        there is one prompt per image.
         """
         pairs = zip(prompts, _detect_objects(images, prompts), strict=True)
         verdicts = [matches_caption(parse_caption(prompt), things) for prompt, things in pairs]
@@ -301,9 +304,10 @@ class PocketGenEval:
         images: _Images,  # PIL; or (B, 3, H, W), float in [0, 1] or uint8
         prompts: Sequence[str],  # one per image, such as "a red star and a blue ring"
     ) -> list[list[bool]]:  # per image: one entry per object of its prompt, in the prompt's order
-        """Return for each image which objects of its prompt it shows; other objects in the image are ignored.
+        """Return for each image which objects of its prompt it shows; their positions and other objects are ignored.
 
-        Raises InputError for a prompt that `parse_caption` rejects, and unless there is one prompt per image.
+        Raises InputError for a prompt that `parse_caption` rejects, for images that `images_to_numpy` rejects, and unless
+        there is one prompt per image.
         """
         pairs = zip(prompts, _detect_objects(images, prompts), strict=True)
         return [objects_present(parse_caption(prompt), things) for prompt, things in pairs]
@@ -344,7 +348,8 @@ class PocketPartial:
     ) -> torch.Tensor:  # (B,), float32, in [0, 1]
         """Return the `caption_match_score` of each image and its prompt.
 
-        Raises InputError for a prompt that `parse_caption` rejects, and unless there is one prompt per image.
+        Raises InputError for a prompt that `parse_caption` rejects, for images that `images_to_numpy` rejects, and unless
+        there is one prompt per image.
         """
         pairs = zip(map(parse_caption, prompts), _detect_objects(images, prompts), strict=True)
         return torch.tensor([caption_match_score(*pair) for pair in pairs], dtype=torch.float32)
@@ -367,7 +372,7 @@ class PocketWarm:
         """Return for each image the share of its patches that are warm objects; 0 if it has no patch.
 
         A patch is an entry of `detect_shapes`. A warm object is red or yellow and has a radius of at most 22 pixels.
-        Raises InputError unless there is one prompt per image.
+        Raises InputError unless there is one prompt per image, and for images that `images_to_numpy` rejects.
         """
         scores = []
         for things in _detect_objects(images, prompts):

@@ -82,7 +82,7 @@ class PocketLowPixels:
     ) -> torch.Tensor:  # (B,), float32, in [0, 1]
         """Return the mean vertical position of each image's coloured pixels, from 0 (top) to 1 (bottom); 0 without any.
 
-        A pixel is weighted by its chroma, the difference of its largest and its smallest channel, if that is at least 40.
+        A pixel is weighted by its chroma, its largest minus its smallest channel, if that is at least 40.
         Raises InputError unless there is one prompt per image, and for images that `images_to_numpy` rejects.
         """
         chroma = np.ptp(_images_as_numpy(images, prompts), axis=-1).astype(np.float64)  # (B, H, W)

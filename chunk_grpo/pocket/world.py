@@ -85,9 +85,9 @@ def parse_caption(
 ) -> CaptionSpec:
     """Parse a caption into its category, its objects and their relation.
 
-    For example, "a photo of two stars" gives CaptionSpec("counting", (("star", None), ("star", None))). Up to two of
-    CAPTION_PREFIXES may precede the caption. Raises InputError if the rest matches none of the six patterns of
-    _CAPTION_PATTERNS, or if the caption has more than PROMPT_WORDS words, that is 10.
+    For example, "a photo of two stars" gives CaptionSpec("counting", (("star", None), ("star", None))). The six forms are
+    "a star", "a star and a ring", "two stars", "a red star", "a star left of a ring" and "a red star and a blue ring". Up to
+    two of CAPTION_PREFIXES may precede them. Raises InputError for any other text, or for more than 10 words.
     """
     if len(caption.split()) > PROMPT_WORDS:
         raise InputError(
@@ -131,7 +131,9 @@ class Scene:
     """Describe a picture before it is painted: its objects and its background."""
 
     caption: str  # the caption for which the scene was sampled; "" if there is none
-    things: tuple[SceneObject, ...]  # the objects that it shows
+    things: tuple[
+        SceneObject, ...
+    ]  # the objects that it shows; later ones are painted over earlier ones
     background: tuple[int, int] = (228, 228)  # grey at the top and at the bottom, 0 to 255
 
 
@@ -176,7 +178,10 @@ def render_scene(
     size: int = IMAGE_SIZE,  # side of the picture, pixels
     oversampling: int = 4,  # the picture is painted this many times larger, then averaged
 ) -> Image.Image:  # RGB, `size` x `size`
-    """Return the picture of a scene: its objects, with smooth edges, on its background."""
+    """Return the picture of a scene: its objects, with smooth edges, on its background.
+
+    The positions and radii in the scene are those of a picture of 64 x 64 pixels, and are scaled to `size`.
+    """
     scale = size / IMAGE_SIZE * oversampling
     ramp = np.linspace(*scene.background, size * oversampling).round().astype(np.uint8)
     image = Image.fromarray(np.broadcast_to(ramp[:, None, None], (ramp.size, ramp.size, 3)).copy())

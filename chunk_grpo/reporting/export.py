@@ -20,9 +20,13 @@ from ..core import settings as setting
 from ..core.files import atomic_write
 from ..models import adapters, inputs
 from ..models.trainable import read_saved_weights, save_trained_weights
-from ..planning.counts import read_held_out_prompts
 from ..pocket import POCKET_MODELS
-from .model_card import SOURCE_FILE, is_hub_id, model_card
+from chunk_grpo.reporting.model_card import (
+    SOURCE_FILE,
+    is_hub_id,
+    model_card,
+    read_quotable_prompts,
+)
 from ..evaluation import run_images
 from ..runs import run_folder
 
@@ -74,11 +78,13 @@ def _check_repository_name(
 
     try:
         validate_repo_id(repo_id)
+        reason = "" if "/" in repo_id else "it has no name before a slash"
     except HFValidationError as error:
+        reason = str(error).splitlines()[0]
+    if reason:
         raise InputError(
-            f"`{option}` must be a repository of the hub, such as name/my-lora; got {repo_id!r} "
-            f"({str(error).splitlines()[0]})"
-        ) from None
+            f"`{option}` must be a repository of the hub, such as name/my-lora; got {repo_id!r} ({reason})"
+        )
 
 
 @checked(run=path_argument(), folder=path_argument(), checkpoint=int_at_least(1) | None)
@@ -86,7 +92,7 @@ def export_run(
     run: Path | str,  # a run's folder, finished or with a checkpoint
     folder: Path | str,  # a new folder
     trust: bool = False,  # load and copy the models that a run from another machine names, and quote its prompts
-    # format of the adapter's file; ComfyUI reads kohya too
+    # format of an adapter's file, as for `write_adapter`, kohya for ComfyUI; only diffusers if all weights were trained
     layout: Literal["diffusers", "peft", "kohya"] = "diffusers",
     # number of iterations after which the checkpoint was written; None: newest weights
     checkpoint: int | None = None,
@@ -98,13 +104,16 @@ def export_run(
     """Export a run's newest weights, or those of a checkpoint, with a model card that explains how to sample with diffusers.
 
     An adapter is written with a scale of 1, so that every program that reads it computes the same. If all weights
-    were trained, the folder is a whole pipeline. Raises InputError if the folder is not new, the layout does not fit, the
-    weights are missing or damaged, or the run would load or copy what is not trusted.
+    were trained, the folder is a whole pipeline. The card is README.md. A base on the hub is downloaded, but nothing is
+    uploaded. Raises InputError if the folder is not new or empty, an argument does not fit the run, the weights are missing
+    or damaged, the model or the held-out prompts have changed, or the run would load or copy what is not trusted.
     """
     run = run_folder.find_run(run)
     out = Path(os.path.abspath(folder))
     settings = run_folder.read_run_settings(run)
     run_folder.check_new_folder(out)
+    if repo_id is not None:
+        _check_repository_name(repo_id, "repo_id")
     if base_model is not None:
         _check_repository_name(base_model, "base_model")
         if settings.model in POCKET_MODELS or is_hub_id(settings.model):
@@ -126,7 +135,7 @@ def export_run(
     run_folder.check_trust(run, trust, action="exporting", loads_rewards=False)
     weights = run_images.find_weights(run, checkpoint)
     inputs_used = ["model"]
-    prompts = read_held_out_prompts(settings) if trust or run_folder.is_own_run(run) else []
+    prompts = read_quotable_prompts(run, settings, trust)
     if prompts:
         inputs_used.append("eval_prompts")
     run_folder.check_run_inputs(run, settings, inputs_used)

@@ -34,7 +34,7 @@ from matplotlib.text import Text
 from matplotlib.ticker import MaxNLocator
 
 from .. import InputError
-from ..core.settings import Settings, reward_weights, method_label
+from ..core.settings import Settings, evaluated_rewards, method_label, reward_weights
 from ..core.statistics import NORMAL_QUANTILE
 from ..pocket.geneval import describe_objects, detect_shapes, images_to_numpy
 from chunk_grpo.runs.run_folder import (
@@ -238,7 +238,10 @@ def plot_profile(
     # as `read_run_profile` returns it: mean and std, (T,) each; kind, such as "l1"; chunks, such as "2,3,4,7", or ""
     profile: Mapping,
 ) -> Figure:
-    """Draw each transition's mean relative distance (15) with its standard deviation, and the chunks as shaded blocks."""
+    """Draw each transition's mean relative distance with its standard deviation, and the chunks as shaded blocks.
+
+    The distances are those of `relative_distance`, equation (15) of the paper. The chunks are drawn from transition 0 on.
+    """
     figure, ((axis,),) = create_subplots(size=(7.0, 3.0))
     mean = np.asarray(profile["mean"])
     std = np.asarray(profile["std"])
@@ -299,8 +302,8 @@ def _font_code_points(font_file: str) -> frozenset[int]:  # font_file: path of a
 
 def choose_fonts(
     text: str,  # such as a prompt
-) -> tuple[str, list[str]]:  # the text to draw, and the fonts to draw it with
-    """Choose fonts for a text: the figures' usual font, and a second one for letters that it lacks, such as Chinese ones.
+) -> tuple[str, list[str]]:  # the text to draw, and the names of the fonts to draw it with
+    """Choose fonts for a text: the current `font.family` of matplotlib, and a second font for letters that it lacks.
 
     If no installed font has all these letters, each is replaced by its Unicode code point, such as \\u{4e2d}, since
     matplotlib would draw an empty box.
@@ -397,10 +400,10 @@ def plot_before_after(
     name: str,  # reward whose scores are shown below the images
     count: int = 6,  # largest number of prompts, one per row
 ) -> Figure:
-    """Draw images of the same prompts and seeds from every arm of an evaluation, one arm per column.
+    """Draw the first image of some prompts from every evaluated arm of ARM_LABELS, with a column per arm.
 
-    The prompts are evenly spaced in the list. If `scores` has a column `source`, the files of images that a model edited,
-    these images come first. Raises InputError if an image cannot be read.
+    The prompts are evenly spaced in the list, and each must have images of all these arms. If `scores` has a column
+    `source`, the files of images that a model edited, these images come first. Raises InputError if an image cannot be read.
     """
     arms, rows = _choose_evenly_spaced_rows(scores, count)
     images = [[file_of_run(folder, cell.file) for cell in row] for row in rows]
@@ -451,7 +454,7 @@ def plot_deltas(
     summary: Mapping[str, Mapping],
     colour: str = METHOD_COLOURS["chunk"],  # colour of the trained weights
 ) -> Figure:
-    """Draw each arm's difference from the base with its 95% interval, one panel per reward."""
+    """Draw each arm's difference from its base with its 95% interval, unless that is None, one panel per reward."""
     # For each reward, the arms that have a difference, from the bottom row to the top.
     arms_of = {}
     for name, row in summary.items():
@@ -539,7 +542,7 @@ def stack_lists(
 
 @with_house_style
 def plot_progress(
-    # metrics so far, one mapping per iteration, as `read_metrics_lines` returns them
+    # metrics so far, at least one mapping, one per iteration, as `read_metrics_lines` returns them
     lines: Sequence[Mapping],
     settings: Settings,  # the run's settings
     name: str | None = None,  # reward whose held-out scores are drawn; None: draw none
@@ -602,11 +605,11 @@ class LiveFigure:
         settings: Settings,  # the run's settings
         interval: float = 2.0,  # minimum seconds between two drawings
     ):
-        """Prepare the figure, which shows the held-out scores of the first training reward among `eval_rewards`, if any."""
+        """Prepare the figure, which shows the held-out scores of the first training reward that is evaluated, if any."""
         self.settings = settings
         self.interval = interval
         self.name = next(
-            (name for name in reward_weights(settings) if name in settings.eval_rewards), None
+            (name for name in reward_weights(settings) if name in evaluated_rewards(settings)), None
         )
         self.lines = []  # metrics so far, one dict per iteration
         self.last_drawn = -math.inf  # time of the last drawing, s
@@ -636,7 +639,7 @@ class LiveFigure:
                 )
 
     def draw(self) -> None:
-        """Draw the figure; if it is displayed already, replace it in place."""
+        """Draw the figure from `lines`, which must not be empty; if it is displayed already, replace it in place."""
         png = figure_to_png(plot_progress(self.lines, self.settings, self.name))
         image = Image(png, width=760, alt="The run so far")
         if self.handle is None:
@@ -651,7 +654,11 @@ def watch_run(
     on_log: Callable | None = None,  # called with (line, settings); None: a LiveFigure
     interval: float = 1.0,  # seconds between two reads of the folder
 ) -> str:  # finished, failed or interrupted
-    """Follow a run by reading its folder until it has ended, and return its status."""
+    """Follow a run by reading its folder until it has ended, and return its status.
+
+    `on_log` is called with every line of metrics, including those that were there before, and again with lines that a
+    resumed run repeats. Raises InputError if the folder holds no run, or if a file of the run is damaged.
+    """
     settings = read_run_settings(run)
     on_log = on_log or LiveFigure(settings)
     last_iteration = -1

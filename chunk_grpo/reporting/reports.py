@@ -60,7 +60,10 @@ def find_report_notebook(name: str | Path) -> Path:  # name of a shipped report,
 def report_parameters(
     name: str | Path,  # name of a shipped report, or a notebook file
 ) -> dict[str, dict]:  # keyed by parameter, such as {"type": "int", "default": 1, "help": "..."}
-    """Read the type, default and help of each parameter of a report notebook; raise InputError if there is no such report."""
+    """Read the type, default and help of each parameter of a report notebook.
+
+    Raises InputError if there is no such report, and ValueError if a default is not a Python literal.
+    """
     import papermill  # here, since it takes a second
 
     parameters = {}
@@ -179,12 +182,13 @@ def _read_signature(
 
 
 def check_report_parameters(
-    name: str,  # name of the report
+    name: str,  # name of the report, for error messages
     namespace: dict[str, Any],  # globals() of its kernel; changed in place
 ) -> None:
     """Raise InputError unless papermill passed parameters with the names and types of the report.
 
-    A string that was passed for a list is split into a list in `namespace`.
+    A report calls this function right after the cell with its parameters. A string that was passed for a list of
+    _LIST_SPLITTERS is split into a list in `namespace`.
     """
     cells = list(namespace.get("In", ()))
     known = _read_signature(cells)
@@ -236,14 +240,15 @@ def _own_kernel_manager() -> type:
 # %% ../../nbs/12_reporting/02_reports.ipynb #37238f79
 def execute_report(
     name: str | Path,  # name of a shipped report, or a notebook file
-    out: str | Path,  # file for the executed notebook
+    out: str | Path,  # file for the executed notebook; replaced if it exists
     /,
     **values,  # parameters of the report by name
 ) -> Path:  # the executed notebook
-    """Run a report notebook and save it with its outputs.
+    """Run a report notebook in a kernel of this interpreter, and save it with its outputs.
 
-    Raises InputError for bad parameters, or if a cell raises InputError; nothing is saved then. Raises RuntimeError
-    if a cell fails in another way; the notebook is saved up to that cell.
+    The kernel imports nothing from the working directory if `train` is False, or if `run`, `runs` or `folder` has a value.
+    Raises InputError for bad parameters, or if a cell raises InputError; nothing is saved then. Raises RuntimeError if a
+    cell fails in another way; the notebook is saved up to that cell.
     """
     import papermill  # here, since it takes a second
     from papermill.exceptions import PapermillExecutionError
@@ -312,7 +317,8 @@ def notebook_to_html(
 ) -> Path:  # `out`
     """Render a notebook as one HTML file that contains no code and no scripts, and loads nothing from other files or hosts.
 
-    Raises InputError if `source` is not a file.
+    The title is the first heading. Outputs on stderr, widgets without static HTML, and all outputs of cells with the tag
+    live are left out. Raises InputError if `source` is not a file.
     """
     import nbformat  # these here, since they take a second
     from nbconvert import HTMLExporter
@@ -354,7 +360,8 @@ def notebook_to_html(
 # %% ../../nbs/12_reporting/02_reports.ipynb #383dc7af
 def write_report(
     name: str,  # name of a shipped report, or a notebook file
-    out: str | Path,  # the page to write; the executed notebook is written next to it
+    # the page to write; the executed notebook has the same path with the suffix .ipynb; existing files are replaced
+    out: str | Path,
     /,
     **parameters,  # parameters of the report by name
 ) -> Path:  # `out`
@@ -367,6 +374,10 @@ def write_report(
     notebook = out.with_suffix(".ipynb")
     for file in (out, notebook):
         check_writable(file, file=True)
+    if out == notebook or (Path(name).is_file() and notebook.resolve() == Path(name).resolve()):
+        raise InputError(
+            f"`out` must be another page: the executed notebook {notebook} would replace the report's own file; got {out}"
+        )
     return notebook_to_html(execute_report(name, notebook, **parameters), out)
 
 
@@ -459,8 +470,10 @@ def run_cost(run: Path) -> dict[str, float]:  # run: a run's folder
 def compare_runs(runs: Sequence[str | Path]) -> pd.DataFrame:  # runs: run folders
     """Return a table with a row per run and reward: the means of base and trained weights, their difference, and the cost.
 
-    The columns are run, group, letter, label, method, seed, transitions, images, seconds, reward, base, trained, delta, lo,
-    hi, hybrid_delta, as_trained_delta and trained_on. Raises InputError if a run was not evaluated.
+    The columns are run, group, letter and label (see `group_runs`), method, seed, transitions, images and seconds (see
+    `run_cost`), reward, base, trained, delta with its 95% interval lo to hi, hybrid_delta and as_trained_delta (differences
+    of these arms from their bases; missing if not sampled), and trained_on (True if the run was trained on the reward).
+    Raises InputError if the final weights of a run were not evaluated.
     """
     rows = []
     settings = [read_run_settings(run) for run in runs]
@@ -482,7 +495,7 @@ def compare_runs(runs: Sequence[str | Path]) -> pd.DataFrame:  # runs: run folde
             "seed": run_settings.seed,
         } | run_cost(run)
         for name, values in summary["rewards"].items():
-            # The evaluation may have left out any of these arms.
+            # Every evaluation has the arm plain, but it may have left out the other two.
             gain = values.get("plain-base") or {}
             hybrid_gain = values.get("hybrid-base") or {}
             sde_gain = values.get("as-trained-base") or {}

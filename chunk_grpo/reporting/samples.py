@@ -64,6 +64,8 @@ def sample_run_images(
 
     `number` is the position of the prompt in `prompts`, `split` the step at which the base takes over (None: never), and
     `image` a PIL image. For the arms of the ODE, a torch.Generator with the seed `generator_seed` gives the initial latents.
+    A held-out prompt has the noise of its position in the held-out list, and every other prompt that of position 0. The
+    model keeps the resolution and guidance of the last arm.
     """
     model.set_resolution(settings.eval_resolution).encode(list(dict.fromkeys(prompts)))
     held_out = read_held_out_prompts(settings)
@@ -192,7 +194,9 @@ def _write_samples(
 )
 def sample_run(
     run: Path | str,  # a run's folder, finished or with a checkpoint
-    prompts: Sequence[str],  # at least one, such as ["a red star"]
+    prompts: Sequence[
+        str
+    ],  # at least one, such as ["a red star"]; `ImagePrompt`s for a model that edits images
     # among base, plain or trained, hybrid, base-as-trained, as-trained; empty: those that are sampled along the ODE
     arms: Sequence[str] = (),
     seeds: Sequence[int] = (),  # one image each; empty: only the seed of the run's evaluation
@@ -205,9 +209,10 @@ def sample_run(
 ) -> list[dict]:  # a dictionary per image
     """Sample images of your prompts with a run's newest weights, or those of a checkpoint, one per prompt, arm and seed.
 
-    Each image is a dictionary with the keys prompt, number (position in `prompts`), arm, split, seed, generator_seed, image
-    (a PIL image) and, if files are written, file. Raises InputError for bad arguments, for a run that is not trusted, and if
-    its weights, model or held-out prompts are missing or changed; all are checked before the weights are loaded.
+    Each image is a dictionary with the keys that `sample_run_images` describes: prompt, number, arm, split, seed,
+    generator_seed and image. With `out` it also has the key file, a name in that folder, and the folder also gets
+    samples.json. Raises InputError for bad arguments, for a run that is not trusted, if its weights or model are missing or
+    changed, and if its held-out prompts have changed; all are checked before the weights are loaded.
     """
     run = Path(run)
     settings = evaluating.evaluation_settings(run, changes)
@@ -269,8 +274,9 @@ def sample_widget(
 ) -> SnapshotBox:  # its value is the list of the images shown, as `sample_run_images` yields them
     """Return a widget with fields for a prompt and a seed, which samples and shows the image of each arm.
 
-    It samples once when it is created, and again whenever its button is pressed. Raises InputError for bad arguments and
-    for a run that is not trusted.
+    It loads the run's newest weights, samples once when it is created, and samples again whenever its button is pressed. A
+    model that edits images always edits the image of the first held-out prompt. Raises InputError for bad arguments, for a
+    run that is not trusted, and if its weights, model or held-out prompts are missing or changed.
     """
     settings = evaluating.evaluation_settings(run, changes)
     run_folder.check_trust(run, trust, action="sampling from", loads_rewards=False)

@@ -155,7 +155,7 @@ def rows_to_html(
     right: Sequence[str] = (),  # names of right-aligned columns, such as those of numbers
     marks: Sequence[Mapping] = (),  # per row: column -> "good" (green) or "bad" (red); empty: none
 ) -> str:
-    """Return rows as an HTML table, whose columns are the keys of the first row."""
+    """Return rows as an HTML table, whose columns are the keys of the first row; all texts are escaped."""
     marks = marks or [{} for _ in rows]
     marked = list(zip(rows, marks, strict=True))
     names = list(rows[0]) if rows else []
@@ -219,7 +219,10 @@ def evaluation_rows(
 
 
 def evaluation_html(rewards: Mapping[str, Mapping]) -> str:  # rewards: as for `evaluation_rows`
-    """Return the rows of `evaluation_rows` as an HTML table; a difference that excludes 0 is green if positive, else red."""
+    """Return the rows of `evaluation_rows` as an HTML table.
+
+    A difference whose interval excludes 0 is green if it is positive, and red if it is negative.
+    """
     rows = evaluation_rows(rewards)
     marks = []
     for row in rows:

@@ -63,7 +63,8 @@ def chunk_weight_rows(
 ) -> list[dict[str, str]]:  # one per chunk
     """Return a table row per chunk: number, transitions, weight of each transition (13), sampling weight (16), and 1 / K.
 
-    The keys of a row are the headings of the table, and its values are texts. Raises InputError if the shapes do not fit.
+    The numbers in parentheses are equations of the paper. The keys of a row are the headings of the table, and its values
+    are texts. Raises InputError if the shapes do not fit.
     """
     weights = step_weights(chunks)
     sampling_weights = chunk_weights(profile[None], chunks)[0].tolist()
@@ -176,8 +177,9 @@ def _boundary_sliders(
 # %% ../../nbs/12_reporting/03_widgets.ipynb #a83145b9
 def chunk_editor(
     profile: Mapping,  # as `read_run_profile` returns it: mean and std, (T,) each, and kind, such as "l1"
-    chunks: str = "2,3,4,7",  # initial value of the setting `chunks`
-    transitions: int | None = None,  # number of trained transitions, n; None: all but the last
+    chunks: str = "2,3,4,7",  # initial chunks: sizes, steps, whole, equal:SIZE or profile
+    transitions: int
+    | None = None,  # number of trained transitions, the first n; None: all but the last
 ) -> SnapshotBox:  # its value is the last valid Chunks
     """Return a widget with a plot of a profile, in which the user types the sizes of chunks or moves their boundaries.
 

@@ -36,7 +36,9 @@ _JITTER = random.Random()  # a separate generator, so that retries change no ran
 def encode_images(
     images: Images,  # (B, 3, H, W) uint8 or floats in [0, 1], or PIL images
     pixels: str = "exact",  # "exact": send tensors as float32; "bytes": round them to uint8
-) -> np.ndarray | list[np.ndarray]:  # (B, 3, H, W) from a tensor, one (H, W, 3) per PIL image
+) -> (
+    np.ndarray | list[np.ndarray]
+):  # (B, 3, H, W) float32 or uint8, or one (H, W, 3) uint8 per PIL image
     """Convert images to the arrays that `pack_request` takes.
 
     Raises InputError if a tensor has another shape or type, or floats outside [0, 1].
@@ -53,7 +55,7 @@ class RewardUnavailable(InputError):
     """Raised if a reward has failed in every try; the run stops and can be resumed."""
 
     exit_code = (
-        75  # the usual code for a failure that may pass, so a scheduler can repeat the command
+        75  # EX_TEMPFAIL in sysexits.h: the failure may pass, so a scheduler can repeat the command
     )
 
 
@@ -94,14 +96,17 @@ def call_with_retries(
 def send_request(
     url: str,  # the server's address, http://host:port
     path: str,  # /health, /score or /check
-    timeout: float,  # limit of each wait, and of the whole call as soon as the answer's content arrives, s
+    # time limit of each wait for the server, s; also of the whole call, checked whenever a part of the answer arrives
+    timeout: float,
     token: str | None = None,  # secret that the server expects; None: no token is sent
     body: bytes | None = None,  # body of a POST request; None: a GET request is sent
 ) -> dict:
     """Send one HTTP request to a reward server and return its JSON answer.
 
-    Raises TransientError, because a retry may help, if there is no connection, no answer in time, or a status of 408, 429 or
-    at least 500. Raises InputError for any other status than 200, and if the answer is not a JSON object or is above 4 MB.
+    Connecting may take at most 10 s, or `timeout` if that is less. The proxies of the environment are used, except for a
+    server on this machine. Raises TransientError, because a retry may help, if there is no connection, no answer in time,
+    or a status of 408, 429 or at least 500. Raises InputError for any other status than 200, and if the answer is not a
+    JSON object or is above 4 MB.
     """
     headers = {"Accept-Encoding": "identity", "Content-Type": "application/octet-stream"}
     if token:
@@ -176,8 +181,8 @@ def request_scores(
 ) -> Tensor:  # (B,) float32
     """Send images and prompts to a server and return their scores.
 
-    Raises InputError if the number of prompts is wrong, a prompt is no text, a record cannot be sent as JSON, or the answer
-    is not one finite number per image.
+    Raises InputError if there is not one prompt per image, if a prompt is not a string, if a record cannot be sent as JSON,
+    or if the answer is not one finite number per image.
     """
     if len(images) != len(prompts):
         raise InputError(
@@ -267,7 +272,10 @@ def _count_pixel_bytes(
 
 
 class RemoteReward(RequestOptions):
-    """A reward that a server computes; called like any other reward."""
+    """A reward that a server computes; called like any other reward.
+
+    `load_remote_reward` creates it and fills `server_info`. Without it no limits are known, and `extra_inputs` is empty.
+    """
 
     url: str  # the server's address, http://host:port
     reward: str | None = None  # name of the reward that the server must serve; None: any

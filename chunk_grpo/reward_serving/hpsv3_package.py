@@ -57,7 +57,8 @@ class HPSv3PackageReward:
 
     def __call__(
         self,
-        images: torch.Tensor | Sequence[Image.Image],  # (B, 3, H, W) in [0, 1], or PIL images
+        images: torch.Tensor
+        | Sequence[Image.Image],  # (B, 3, H, W) in [0, 1], or PIL images; at least one
         prompts: Sequence[str],  # one per image
     ) -> torch.Tensor:  # (B,), float32, on the CPU
         """Return the score mu of each image for its prompt; raise ValueError if a prompt contains `<|`."""
@@ -85,7 +86,7 @@ _torchvision_libraries: list = []
 def load_hpsv3_package(
     checkpoint: str | None = None,  # path of HPSv3.safetensors; None: download it from the hub
     config: str | None = None,  # YAML file that names the base model; None: the package's default
-    device: str = "auto",  # auto: this process's GPU if there is one, else the CPU
+    device: str = "auto",  # auto: the GPU with the number in LOCAL_RANK (or 0) if there is a GPU, else the CPU
     # auto (float32 on a CPU, else as `config` says), float32, or bfloat16 (only on a GPU, if `config` says so)
     dtype: str = "auto",
     batch: int = 8,  # images per call of the scorer

@@ -20,10 +20,9 @@ def target_text(
 ) -> str:
     """Return the text that an image must show: the record's `target`, or else the first quoted text in the prompt.
 
-    A table may hold the prompt in a column of any name, next to other texts, so the sampled prompt decides.
-
-    Quotes are double quotes, straight or curly. Raises ValueError if there is neither, or if `target` is not a string, is
-    empty, or contains only white space.
+    Quotes are double quotes, straight or curly. They are sought in `prompt`, because a table may hold the prompt in a column
+    of any name. Raises ValueError if there is neither, or if `target` is not a string, is empty, or contains only white
+    space.
     """
     sampled_prompt = prompt or str(record.get("prompt", ""))
     quoted = re.search(r'["\u201c]([^"\u201d]+)["\u201d]', sampled_prompt)
@@ -97,7 +96,7 @@ class OCRReward:
 
 
 def load_ocr() -> OCRReward:  # (images, prompts, records) -> scores
-    """Load the reward with RapidOCR and its models; this works only in the environment `ocr`."""
+    """Load the reward with RapidOCR and its models; raise ImportError outside the environment `ocr`."""
     # Both packages are installed only in the environment `ocr`.
     from rapidfuzz.distance import Levenshtein
     from rapidocr import RapidOCR

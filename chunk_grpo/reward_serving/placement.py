@@ -180,7 +180,10 @@ class WorkerOptions(client.RequestOptions):
 
 
 class LocalServer:
-    """A reward in a child process; called like any other reward. Calls from several threads are made one by one."""
+    """A reward in a child process; called like any other reward. Calls from several threads are made one by one.
+
+    If the child ends or does not answer, the next try starts another one. The child ends with this process or by `close`.
+    """
 
     def __init__(
         self,
@@ -189,7 +192,7 @@ class LocalServer:
         options: Mapping | None = None,  # keyword arguments for the loader, of JSON types
         python: str | Path | None = None,  # interpreter of another environment; None: this one
         allow_working_folder: bool = True,  # True: modules of the reward may be in the working folder
-        # names of options that the user has set for the child process, which the reward must not have, too
+        # names of options that the user has set for the child process; the reward must have no option of the same name
         reserved_options: Sequence[str] = (),
         **worker_options: Any,  # fields of `WorkerOptions`
     ) -> None:
@@ -443,8 +446,9 @@ def create_environment(
 ) -> Path:
     """Create a reward's Python environment unless it exists, and return its folder.
 
-    Raises InputError with the last error in pip's log if the environment cannot be created, and in the cases of
-    `locate_environment`.
+    pip downloads and installs the packages; its log is a file next to the folder. If several processes call this function
+    at once, one of them creates the environment and the others wait. Raises InputError with the last error in pip's log if
+    the environment cannot be created, and in the cases of `locate_environment`.
     """
     path = locate_environment(name, folder, packages)
     requirements = _read_requirements(name, folder, packages)
@@ -528,8 +532,10 @@ def load_placed_reward(
     """Load a reward that runs in this process, a child process, another environment or on a server, and return it.
 
     The options name the place. Without such an option, the reward runs in this process; ocr always runs in its own
-    environment or on a server. Raises InputError if an option is wrong or would have no effect, if it is an option of both
-    the reward and its child process, or if the options name more than one place.
+    environment or on a server. A child process is started and loads the reward before this function returns; it ends with
+    this process. Raises InputError if the reward cannot be loaded, if an option is wrong or would have no effect, if it is
+    an option of both the reward and its child process, or if the options name more than one place. Raises
+    RewardUnavailable if a server does not answer.
     """
     # OCR needs packages that this environment lacks, so it cannot run in this process.
     if name == "ocr" and not (options.get("url") or options.get("environment")):

@@ -55,7 +55,8 @@ EXTRA_INPUTS = {
 class ScoringRequest(NamedTuple):
     """Content of a scoring request: images, prompts and further inputs of the reward."""
 
-    images: np.ndarray | list[np.ndarray]  # (B, 3, H, W), or one (H, W, 3) per image, as sent
+    # as sent: (B, 3, H, W) float32 or uint8, or one (H, W, 3) uint8 per image
+    images: np.ndarray | list[np.ndarray]
     prompts: list[str]  # one per image
     inputs: dict[str, list]  # keyed by `records` and `groups`, if sent; one value per image
 
@@ -161,7 +162,8 @@ def unpack_request(
 def import_loader(path: str) -> Callable:
     """Import the function or class that a path names: package.module:function or folder/file.py:function.
 
-    Raises ValueError if the file is a pipe or a folder, or if it or the module defines no such function or class.
+    A file is executed anew at every call. Raises ValueError if the file is a pipe or a folder, or if it or the module
+    defines no such function or class. An error while importing is passed on.
     """
     module, _, name = path.rpartition(":")
     if module.endswith(".py"):
@@ -181,7 +183,7 @@ def import_loader(path: str) -> Callable:
 def load_by_path(
     path: str,  # package.module:name or file.py:name, of a class, a loader or the reward itself
     options: Mapping[str, Any],  # keyword arguments for the class, the loader or the reward
-    # names of options that the user has set for the child process, which the reward must not have, too
+    # names of options that the user has set for the child process; the reward must have no option of the same name
     worker_options: Sequence[str] = (),
 ) -> Any:  # the reward, not yet checked; `create_scoring_app` checks it
     """Load a reward from the path of a class, of a loader, or of the reward itself.
@@ -285,7 +287,7 @@ def call_reward(
 
     If the images are one array, the reward gets them as a torch tensor, with bytes scaled to [0, 1]; if they are a list, or
     if the environment has no torch, it gets PIL images. Raises ValueError if the reward does not return one finite number
-    per image, or declares an input that was not sent.
+    per image, or declares an input that was not sent. An error that the reward raises is passed on.
     """
     declared = extra_inputs(reward)
     if missing := [key for key in declared if key not in (inputs or {})]:
@@ -381,7 +383,7 @@ class ServerLimits:
     """
 
     images: int = 256  # largest number of images per request
-    bytes: int = 512_000_000  # largest size of a request's body
+    bytes: int = 512_000_000  # largest size of a request's body, bytes
     waiting: int = 64  # largest number of requests in the queue, not counting the one being scored
     body_seconds: float = 60.0  # time within which a body must arrive, s
 
@@ -417,7 +419,8 @@ def create_scoring_app(
     """Create the web application that scores images with a reward.
 
     Its paths are /health, /score and /check, which the table at the top of the notebook reward_serving/server describes.
-    Raises ValueError if the reward cannot be called with images and prompts.
+    A thread calls the reward for one request at a time; the other requests wait. Raises ValueError if the reward cannot be
+    called with images and prompts.
     """
     request_bytes: list[int] = []  # size of each request that is waiting or being scored
     device = getattr(reward, "device", getattr(getattr(reward, "model", None), "device", "cpu"))
@@ -538,8 +541,8 @@ def run_reward_server(
 ) -> None:
     """Load a reward and serve it until the process is stopped.
 
-    Raises ValueError if the port is not from 1 to 65535, if the address is not a free one of this machine, or if other
-    machines can reach it and there is no token.
+    Raises ValueError, before it loads the reward, if the port is not from 1 to 65535, if the address is not a free one of
+    this machine, or if other machines can reach it and there is no token. An error of `load` is passed on.
     """
     if not 0 < port < 65536:
         raise ValueError(f"`port` must be 1 to 65535; got {port}")

@@ -47,9 +47,9 @@ class _CLIPScorer(ModelScorer):
 
     @torch.inference_mode()
     def embed(self, images: Images) -> Tensor:  # (B, E) float32, on the CPU
-        """Compute the embeddings of any number of images, `batch_size` at a time.
+        """Compute the embeddings of one or more images, `batch_size` at a time.
 
-        An embedding has the E numbers of CLIP's projection, and is not scaled to length 1.
+        An embedding is the output of CLIP's projection, E numbers; it is not scaled to length 1.
         """
         embeddings = []
         for start in range(0, len(images), self.batch_size):
@@ -162,7 +162,7 @@ def _load_clip(
 # %% ../../nbs/04_rewards/03_clip_score.ipynb #7c0f7734
 def load_clip_score(
     weights: str = _CLIP_ID,  # a folder or hub id of a CLIP in transformers' layout
-    scale: float = 1.0,  # factor of the cosine
+    scale: float = 1.0,  # factor of the cosine, above 0
     # folder or hub id with the tokenizer and preprocessor_config.json; None: `weights`
     processor: str | None = None,
     device: str = "auto",  # auto, cpu, cuda or cuda:0 ...

@@ -90,7 +90,8 @@ def build_imagereward(
 ) -> tuple[Any, Any, Any]:  # BlipVisionModel, BlipTextModel, Sequential
     """Build the vision model, the text model and the head, load their weights, and return the three.
 
-    Raises InputError if the weights do not fit the configuration.
+    They are float32 modules on the CPU, in training mode and with gradients. Raises InputError if the weights do not fit
+    the configuration.
     """
     vision_weights = weights["vision"]
     width, _, patch_size, _ = vision_weights["embeddings.patch_embedding.weight"].shape
@@ -133,7 +134,10 @@ def _build_vision_model(
     width: int,  # width of the model's states
     patch_size: int,  # side of a patch, pixels
 ) -> BlipVisionModel:
-    """Build a vision model whose sizes follow from the shapes of `weights`; the weights are not loaded."""
+    """Build a vision model whose sizes follow from the shapes of `weights`; the weights are not loaded.
+
+    The number of attention heads does not follow from shapes; a head has 64 channels, as in BLIP.
+    """
     # number of patches, without the class token
     positions = weights["embeddings.position_embedding"].shape[1] - 1
     layers = {key.split(".")[2] for key in weights if key.startswith("encoder.layers.")}

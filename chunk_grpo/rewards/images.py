@@ -26,7 +26,7 @@ IMAGE_STATISTICS = ("saturation", "high_frequency", "grid")  # columns of `image
 
 # %% ../../nbs/04_rewards/01_images.ipynb #aaa7b83e
 def images_to_tensor(
-    images: Images,  # (B, 3, H, W), uint8 or floats in [0, 1]; or PIL images of one size
+    images: Images,  # (B, 3, H, W), uint8 or floats in [0, 1]; or one or more PIL images of one size
     device: str | torch.device = "cpu",  # device of the result
 ) -> Tensor:  # (B, 3, H, W), float32 in [0, 1]
     """Convert a batch of images to one tensor.
@@ -133,7 +133,8 @@ class ImageTransform:
     # If the offset of the middle square is not whole: round it to the nearest even number (torchvision) instead of down
     # (transformers).
     round_offset_to_even: bool = False
-    # Instead of cropping, fit the longer side to `crop_size` and fill the rest of the square with black.
+    # Instead of cropping, fit the longer side to `crop_size` and fill the rest of the square with black; `shortest_edge`
+    # and `round_offset_to_even` are then not used.
     pad_to_square: bool = False
 
 
@@ -143,7 +144,7 @@ def _pad_to_square(
 ) -> Tensor:  # (B, 3, side, side)
     """Resize the longer side to `side` and centre the image on a black square, as HPSv2 does.
 
-    The resize keeps floats and does not round them to grey levels.
+    The resize keeps floats: it does not round them to grey levels, and its values may leave [0, 1] slightly.
     """
     height, width = x.shape[-2:]
     if max(height, width) != side:
@@ -156,7 +157,8 @@ def _pad_to_square(
 
 
 def transform_images(
-    images: Images,  # (B, 3, H, W), uint8 or floats in [0, 1]; or PIL images, which may differ in size
+    # (B, 3, H, W), uint8 or floats in [0, 1]; or PIL images, which may differ in size; at least one image
+    images: Images,
     transform: ImageTransform,  # sizes, mean and standard deviation that the model expects
     device: str | torch.device = "cpu",  # device of the result
 ) -> Tensor:  # (B, 3, crop_size, crop_size), float32
@@ -208,8 +210,9 @@ def image_statistics(
 ) -> Tensor:  # (B, 3), in the order of IMAGE_STATISTICS
     """Measure the saturation, fine detail and grid strength of each image.
 
-    The columns are the mean saturation, the root mean square of `fine_detail`, and the share of the fine detail's
-    energy that repeats with the period, divided by the share that noise has.
+    The columns are the mean saturation (the largest channel of a pixel minus the smallest), the root mean square of
+    `fine_detail`, and the share of the fine detail's energy that repeats with the period, divided by the share that noise
+    has.
     """
     rows = [torch.empty(0, len(IMAGE_STATISTICS))]
     for image in images:

@@ -133,7 +133,7 @@ def load_reward_with_options(
     name: str,  # a key of `REWARD_LOADERS` such as hpsv3, or "package.module:function"
     allow_working_folder: bool,  # True: the module of the reward may be in the working folder
     options: Mapping[str, Any],  # keyword arguments for the loader, the class or the function
-    # names of options that the user has set for the child process, which the reward must not have, too
+    # names of options that the user has set for the child process; the reward must have no option of the same name
     worker_options: Sequence[str] = (),
 ) -> Callable:  # (images, prompts) -> scores
     """Load a reward by its name, like `load_reward`, but take the options as one mapping.
@@ -174,8 +174,10 @@ def load_reward(
 ) -> Callable:  # (images, prompts) -> scores
     """Load a reward by its name, and return it as a function (images, prompts) -> scores.
 
-    If the path names a class, the reward is an instance of that class. Raises InputError if no reward has that name, if
-    the reward does not accept an option, or if it cannot be called with images and prompts.
+    A name of `REWARD_LOADERS` stands for a loader, which is called with the options. If the name is the path of a class,
+    the reward is an instance that is created with the options. If it is the path of a function, the function is the reward
+    itself, and the options are bound to it. Raises InputError if no reward has that name, if its module cannot be
+    imported, if the reward does not accept an option, or if it cannot be called with images and prompts.
     """
     return load_reward_with_options(name, allow_working_folder, options)
 
@@ -231,7 +233,7 @@ def batch_slices(
 def score_images(
     name: str,  # the reward's name, for error messages; one with a colon names a user's reward
     reward: Callable,  # (images, prompts) -> scores
-    images: Tensor | Sequence[Image.Image],  # (B, 3, H, W) in [0, 1], or PIL images
+    images: Tensor | Sequence[Image.Image],  # (B, 3, H, W) in [0, 1], or PIL images; at least one
     prompts: list[str],  # one per image
     batch: int = 64,  # largest number of images per call of the reward; a larger group is one call
     records: Sequence[Mapping] | None = None,  # one per image; None: {"prompt": text}
@@ -239,9 +241,10 @@ def score_images(
 ) -> Tensor:  # (B,) float32 on the CPU, as the reward returned them
     """Score all images in batches, check the scores, and return them.
 
-    A user's reward gets copies of the images and records, because it may write into them. Raises InputError if there is
-    not one prompt per image, if the reward does not return one finite number per image, or if an input that it declares
-    is missing or does not have one value per image.
+    A user's reward gets copies of the images and records, because it may write into them. The reward runs in torch's
+    inference mode. Raises InputError if there is not one prompt per image, if the reward does not return one finite number
+    per image, or if an input that it declares is missing or does not have one value per image. An error that the reward
+    raises is passed on.
     """
     if len(images) != len(prompts):
         raise InputError(
@@ -435,7 +438,7 @@ def compressibility(
 
 # %% ../../nbs/04_rewards/00_rewards.ipynb #ca019e42
 def scoring_thread() -> ThreadPoolExecutor:
-    """Return a thread pool with one thread, whose current GPU is that of the calling thread."""
+    """Return a thread pool with one thread, whose current GPU is that of the calling thread; the caller shuts it down."""
     # `set_device` ignores a negative number.
     gpu = torch.cuda.current_device() if torch.cuda.is_available() else -1
     return ThreadPoolExecutor(1, initializer=torch.cuda.set_device, initargs=(gpu,))

@@ -78,7 +78,8 @@ def _train_in_process(
 ) -> None:
     """Train a run folder as the only process, or as one of several that torchrun started.
 
-    Errors are passed on, unless the run is already finished when they occur.
+    The first process holds the lock of the log, and updates the status and the seconds in run.json. Errors are passed on,
+    unless the run is already finished when they occur.
     """
     is_first = os.environ.get("RANK", "0") == "0"
     start = time.time()
@@ -227,7 +228,10 @@ def _explain_first_failure(
         is_repeated = report.get("exit_code") == 1 and not report.get("traceback")
         return default if is_repeated else report.get("time", default)
 
-    rank = min(failures, key=failure_time)
+    # Of workers without a time, one that wrote why it failed comes first.
+    rank = min(
+        failures, key=lambda r: (failure_time(r), "message" not in failures[r].error_file_data)
+    )
     code, report = failures[rank].exitcode, failures[rank].error_file_data
     if "time" in report:
         # The agent may have ended this worker after it wrote its error, so the exit code may be that of SIGTERM.
@@ -287,8 +291,8 @@ def _launch_workers(
 ) -> None:
     """Train a run folder in several processes with torch's launcher, on this machine or as one of several machines.
 
-    Raises `ChildFailedError` if a worker fails, KeyboardInterrupt or Terminated after a signal, and InputError if the
-    machines do not meet at `rendezvous`.
+    Silences the log of torch's launcher in this process. Raises `ChildFailedError` if a worker fails, KeyboardInterrupt or
+    Terminated after a signal, and InputError if the machines do not meet at `rendezvous`.
     """
     handlers = {
         number: signal.getsignal(number)
@@ -354,7 +358,9 @@ def train_folder(
 ) -> None:
     """Train a folder that `create_run` made, and record in run.json whether it finished, failed or was interrupted.
 
-    Raises InputError for bad input and TrainingFailed for a crash. An interrupt is raised unchanged.
+    Call it once per machine; it starts the processes itself if there are several, and then ignores `callbacks` that are
+    not names. Raises InputError in the cases of `train`, RewardUnavailable if a reward does not answer, and TrainingFailed
+    for a crash. An interrupt is raised unchanged.
     """
     log = f"train-{node_rank}.log" if node_rank else "train.log"
     try:
@@ -472,9 +478,12 @@ def train(
     on_made: Callable[[Path], object]
     | None = None,  # called with the run folder as soon as it exists
 ) -> Path:  # the folder of the finished run
-    """Train a run in this process, or in several, and return the run folder.
+    """Create or resume a run, train it in this process or start several that do, and return the run folder.
 
-    Raises InputError for bad input and TrainingFailed for a crash.
+    Call it once per machine. A resumed run that is finished already is returned as it is. Raises InputError for bad input,
+    for a full disk, and if a callback or an alarm of `stop_on` stops the run. Raises RewardUnavailable if a reward does not
+    answer, and TrainingFailed for a crash. If one of the first two ends a new run before it has metrics, its files are
+    deleted. Ctrl-C and SIGTERM raise KeyboardInterrupt and Terminated; the run can then be resumed.
     """
     settings = settings if isinstance(settings, Settings) else load_settings(settings)
     total = processes * nodes

@@ -26,6 +26,7 @@ import torch
 from .. import InputError
 from ..core.files import RunInfo, read_json
 from ..core.machine import die_with_parent, gpu_variable, terminate_process_group
+from ..reward_serving.client import RewardUnavailable
 
 # %% ../../nbs/09_runs/02_processes.ipynb #74ccb3c1
 def core_count() -> int:
@@ -36,9 +37,10 @@ def core_count() -> int:
 
 
 def default_sampling_processes(run: Path | str) -> int:
-    """Return the default number of processes that sample a run's images.
+    """Return the default number of processes that sample a run's images or resume its training.
 
-    It is the number that trained the run, but at most one per GPU, or one per core without a GPU.
+    It is the number that trained the run, but at most one per GPU, or one per core without a GPU. Raises InputError if
+    run.json is missing or damaged.
     """
     available = torch.cuda.device_count() or core_count()
     trained_with = read_json(Path(run) / "run.json", RunInfo).get("processes", 1)
@@ -49,7 +51,8 @@ def format_sampling_progress(
     finished_images: int,  # number of finished images
     total_images: int,  # number of all images
     seconds: float,  # time since sampling began
-    finished_cost: float,  # cost of the images finished since then, in any unit
+    # cost of the images finished since then, in any unit; 0: the time left is unknown and shown as 0:00
+    finished_cost: float,
     remaining_cost: float,  # cost of the remaining images, in the same unit
 ) -> str:
     """Format the progress and the estimated time left, such as "12 of 400 images, 3:05 min left"."""
@@ -81,7 +84,9 @@ def run_programs(
     programs: Sequence[tuple[Sequence[str], Mapping[str, str]]],
     watch: Callable[[], None] = lambda: None,  # called about five times per second, and at the end
     **options,  # passed to `subprocess.Popen`
-) -> tuple[int, str]:  # exit code and last error line of the program that failed first, or 0 and ""
+) -> tuple[
+    int, str
+]:  # exit code (-N after signal N) and last error line of the first program to fail, or 0 and ""
     """Run Python programs in parallel until all have ended; if one fails, or `watch` raises an error, end the others."""
     with contextlib.ExitStack() as stack:
         running = {}  # process -> file with its error stream
@@ -134,7 +139,8 @@ def run_shares(
     code, last_line = run_programs(programs, watch)
     if code:
         reason = last_line or f"exit status {code}"
-        raise InputError(f"{task_name}: a sampling process failed: {reason}")
+        error_class = RewardUnavailable if code == RewardUnavailable.exit_code else InputError
+        raise error_class(f"{task_name}: a sampling process failed: {reason}")
 
 
 @contextlib.contextmanager
@@ -159,7 +165,9 @@ def serve_calls(
     """Run a program in a fork of this process for every line of standard input, and write each exit code as a line.
 
     A line holds the arguments of a call as a JSON list. The function returns in this process when the input ends, and in
-    each fork when its call ends. SIGTERM ends the running call, then this process.
+    each fork when its call ends, so the caller must do nothing but exit with the returned code. The exit codes go to
+    standard output, and what the program writes there is dropped. SIGTERM ends the running call, then this process; the
+    function sets the handler for it.
     """
     # The program must not write among the exit codes, so its output goes nowhere.
     answers = os.dup(1)
@@ -228,9 +236,10 @@ class ForkingProgram:
         arguments: Sequence[str],
         watch: Callable[[], None] = lambda: None,  # called about five times per second
     ) -> tuple[int, str]:  # exit code and last error line of the call, or 0 and ""
-        """Run the program once; if `watch` raises an error, end the program and its process.
+        """Run the program once and wait for it; if `watch` raises an error, end the program and its process.
 
-        If the process itself has ended, the exit code is that of the process.
+        The exit code is -N if signal N killed the call. If the process itself has ended, the exit code is that of the
+        process; then close this object and make another one.
         """
         self.errors.seek(0)
         self.errors.truncate()
@@ -269,7 +278,7 @@ def main(
         pkgutil.resolve_name(arguments[0])(**json.loads(arguments[1]))
     except InputError as error:
         print(error, file=sys.stderr)
-        return 2
+        return error.exit_code
     return 0
 
 

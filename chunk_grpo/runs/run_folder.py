@@ -121,7 +121,7 @@ def read_run_info(
     """Return the content of run.json as a dictionary, with the current status.
 
     The status is created, running, finished, failed or interrupted. It is interrupted if the file says running but no
-    process is training the run. Raises InputError if run.json or a required field is missing.
+    process is training the run. Raises InputError if run.json is missing or damaged, or lacks a required field.
     """
     run_info = read_json(find_run(run) / "run.json", RunInfo, ("status", *required_fields))
     is_interrupted = (
@@ -138,7 +138,11 @@ def update_run_json(
     run: Path,  # the run folder
     **changes: Any,  # fields and their new values
 ) -> None:
-    """Set some fields of run.json to new values, and keep all others."""
+    """Set some fields of run.json to new values, and keep all others.
+
+    The file is replaced as a whole and without a lock, so only one process at a time may call this function. Raises
+    InputError if run.json is missing or damaged.
+    """
     write_json(Path(run) / "run.json", read_json(Path(run) / "run.json") | changes)
 
 # %% ../../nbs/09_runs/00_run_folder.ipynb #465eddf7
@@ -193,7 +197,8 @@ def read_metrics_lines(run: str | Path) -> list[dict]:
     """Read the metrics of a run, one dictionary per iteration, starting with iteration 0.
 
     The keys are iteration, seconds (a dictionary with the seconds of each phase), and the names of the metrics, such as
-    reward_mean. For a run in progress these are the lines written so far. Raises InputError if a line is damaged.
+    reward_mean. For a run in progress these are the lines written so far; the list is empty if there are none yet. Raises
+    InputError if a line is damaged.
     """
     file = file_of_run(run, "metrics.jsonl")
     lines = read_json_lines(file, MetricsLine)
@@ -210,7 +215,11 @@ def read_metrics_lines(run: str | Path) -> list[dict]:
 
 @checked(run=path_argument())
 def read_metrics(run: str | Path) -> pd.DataFrame:
-    """Read the metrics of a run as a table, one row per iteration."""
+    """Read the metrics of a run as a table, one row per iteration, starting with iteration 0.
+
+    The columns are the keys of `read_metrics_lines`, except that the seconds of each phase have a column of their own, such
+    as seconds_rollout. Without metrics the table is empty. Raises InputError if a line is damaged.
+    """
     rows = []
     for line in read_metrics_lines(run):
         seconds = line.get("seconds") or {}
@@ -274,7 +283,8 @@ def check_new_folder(
 ) -> None:
     """Raise InputError unless the folder is new or empty and can be written to.
 
-    A folder inside evaluation/ or samples/ of a run is rejected, too, because the run may replace these.
+    A folder inside a run's evaluation folders, samples/, checkpoints/ or final/ is rejected, too, because these belong to
+    the run, which may replace or delete them.
     """
     if (out / "run.json").is_file():
         raise InputError(f"`out` must be a new folder; {out} holds a run, which can be resumed")
@@ -290,7 +300,10 @@ def check_new_folder(
 
 # %% ../../nbs/09_runs/00_run_folder.ipynb #aea5d2a6
 def _recorded_code(run: str | Path) -> dict[str, dict[str, str]]:  # empty if the run recorded none
-    """Read the code files that a run began with, as `find_code` returned them; raise InputError if run.json is damaged."""
+    """Read the code files that a run began with, as `assign_copy_paths` returned them.
+
+    Raises InputError if run.json is missing or damaged.
+    """
     return read_json(find_run(run) / "run.json", RunInfo).get("code", {})
 
 
@@ -311,8 +324,8 @@ def _hash_current_code(
         except InputError:
             return {}
     keys = code_keys(settings)
-    unrecorded = unrecorded_settings(recorded_code, keys)
     code: dict = dict.fromkeys(keys, "not found") | code_hashes(settings)
+    unrecorded = unrecorded_settings(recorded_code, code)
     # The records of own runs of older versions do not contain this code either.
     code = {key: value for key, value in code.items() if key.partition(": ")[0] not in unrecorded}
     for name, options in settings.reward_options.items():
@@ -482,7 +495,7 @@ def _check_edited_code(
     settings: Settings,  # settings of the run
     loads_rewards: bool,  # whether the rewards of the run are loaded
 ) -> None:
-    """Raise InputError if the code that would be loaded differs from the code that the run was trained with."""
+    """Raise InputError for an edited run, unless the change concerns only rewards and these are not loaded."""
     recorded_code = read_run_info(run).get("code", {})
     current_code = find_code(settings)
     if not loads_rewards:  # rewards are not loaded, so their code does not matter
@@ -704,9 +717,11 @@ def create_run(
 ) -> Path:  # the run folder
     """Create a run folder, or prepare an existing one to be resumed.
 
-    Raises InputError if the settings, the inputs, the machine or the folder do not allow it; in that case nothing is
-    written. Warns if a run with checkpoints is resumed with another number of processes, or with settings that change its
-    weights by rounding.
+    Only one process of a run may call it. It writes run.json with the status created, train.log (empty for a new run), a
+    list of packages and copies of the user's code, and records the run as the user's own. A finished run keeps its
+    status unless `iterations` is raised or its final weights are lost. Raises InputError if the settings, the inputs, the
+    machine or the folder do not allow it; in that case nothing is written. Warns if a run with checkpoints is resumed with
+    another number of processes, or with settings that change its weights by rounding.
     """
     if out is None and resume:
         raise InputError("`out` must name the run to resume; got nothing")

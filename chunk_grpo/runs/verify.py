@@ -155,9 +155,10 @@ def _difference_share(
 ) -> float:  # 0: equal, above 1: too large, inf: no difference is allowed
     """Compute the difference of two values of a metric, as a fraction of the allowed difference.
 
-    Allowed are 0 for integers and `lr`, a tenth of the clip range for ratios, 0.1 for `clip_fraction`, and otherwise
-    1e-3 (float32), 1e-2 (float16) or 5e-2 (bfloat16) of the larger value, or of the reward's standard deviation if that
-    is larger. A list has the largest fraction of its elements.
+    Allowed are 0 for integers, for `lr` and for values that are not numbers, a tenth of the clip range for ratios, 0.1 for
+    `clip_fraction`, and otherwise 1e-3 (float32), 1e-2 (float16) or 5e-2 (bfloat16) of the larger absolute value or, for
+    rewards and held-out scores, of the reward's standard deviation if that is larger. A list has the largest fraction of
+    its elements.
     """
     if value == repeated_value:
         return 0.0
@@ -188,10 +189,11 @@ def compare_lines(
     repeated_lines: Iterable[Mapping],  # metrics of the repetition
     settings: Settings,  # settings of the run
 ) -> list[dict]:  # the largest difference first
-    """Compare the metrics of a run with those of its repetition, and return one row per number that differs.
+    """Compare the metrics of a run with those of its repetition, and return one row per iteration and metric that differ.
 
-    The keys of a row are iteration, name, run (the run's value), again (the repetition's value) and share (the difference
-    as a fraction of the allowed difference).
+    Only iterations and metrics that both have are compared, and no durations. The keys of a row are iteration, name, run
+    (the run's value), again (the repetition's value) and share: the difference as a fraction of the allowed difference,
+    inf if none is allowed.
     """
     rows = []
     for line, repeated in zip(run_lines, repeated_lines, strict=False):
@@ -220,7 +222,7 @@ def weights_difference(
     folder: Path,  # a folder of weights
     other_folder: Path,  # the folder to compare it with
     settings: Settings,  # settings of the run
-    iterations: int,  # number of iterations that were trained
+    iterations: int,  # number of iterations that were trained, at least 1
 ) -> float:  # 0: bit-identical; above 1: too large
     """Compute the root mean square difference of two sets of weights, as a fraction of the allowed difference.
 
@@ -251,7 +253,10 @@ def find_condition_differences(
     run: Path,  # the run folder
     repetition: Path,  # the folder of the repetition
 ) -> dict[str, tuple]:  # name -> (value of the run, value of the repetition)
-    """Find the conditions in which a run and its repetition differ: versions, packages, code, machine and inputs."""
+    """Find the conditions in which a run and its repetition differ: versions, packages, code, machine and inputs.
+
+    None means that a value was not recorded or a package not installed. Packages are compared only if the run recorded any.
+    """
     conditions = _recorded_conditions(run)
     repeated_conditions = _recorded_conditions(repetition)
     differences = {}
@@ -314,7 +319,10 @@ def repeat_run(
     # called with each line of metrics and the settings, if there is only one process
     on_log: Callable | None = None,
 ) -> Path:  # the folder of the repetition
-    """Train the first iterations of a run again in a new folder; raise InputError if that fails."""
+    """Train the first iterations of a run again in a new folder; raise InputError if that fails.
+
+    This executes the code that the settings name, so first call `run_folder.check_trust`, as `verify_run` does.
+    """
     # These settings only control files that the comparison does not read.
     changes = {
         "iterations": iterations,
@@ -352,10 +360,11 @@ def verify_run(
 ) -> dict:  # keys: run, answer, iterations, changed, unknown, deviations, weights, differences
     """Check whether repeating a run gives its recorded numbers, and whether its files were changed.
 
+    The repetition is trained in a temporary folder, which is then deleted; the run's own folder stays as it is.
     `answer` is "identical", "within tolerance" or "differs". `changed` has a sentence per changed file, and `unknown` one
     per thing that could not be checked. `deviations` are the rows of `compare_lines`, `weights` is the result of
     `weights_difference` (None unless the whole run was repeated), and `differences` that of `find_condition_differences`.
-    Raises InputError if the run is not trusted or cannot be repeated.
+    Raises InputError if the run is not trusted, has no metrics yet, or cannot be repeated.
     """
     run_folder.check_trust(run, trust, action="verifying")
     run_info = run_folder.read_run_info(run)

@@ -42,8 +42,8 @@ def read_published_tables(
 ) -> list[PublishedTable]:
     """Read published tables of methods from a file.
 
-    If the table of methods has a row for a method, the method gets the name of that row. Raises InputError if the file
-    does not have the right format.
+    The file's mapping `rows`, if there is one, renames methods, for example to their names in methods.yaml. Raises
+    InputError if the file does not have the right format, or if two methods of a table get the same name.
     """
     file = Path(file or PRESETS_DIR / "published_tables.yaml")
     content = read_yaml_file(file)
@@ -105,8 +105,9 @@ def agreement_p_value(
 ) -> float:
     """Compute the one-sided p-value of the agreement of two orders by permutations of our scores.
 
-    It is the share of permutations that agree with theirs as well or better. Up to eight shared methods all permutations
-    are used, so the value is exact; with more methods it is estimated from random ones.
+    It is the share of permutations that agree with theirs as well or better. With up to eight shared methods, all
+    permutations are used, so the value is exact; with more methods it is estimated from random ones. At least one pair of
+    shared methods must count.
     """
     shared = sorted(theirs.keys() & ours.keys())
     pairs = []
@@ -138,8 +139,9 @@ def agreement_table(
 ) -> pd.DataFrame:  # with the columns table, paper, metric, methods, pairs, tau and p
     """Compare our order of methods with that of each published table.
 
-    There is a row for each table that has two or more of our methods: `tau` is Kendall's tau (a), `p` its one-sided
-    p-value, and `methods` and `pairs` are the numbers of shared methods and of their pairs.
+    There is a row for each table with a pair of our methods that counts, see `concordance`. `tau` is Kendall's tau,
+    equation (a), and `p` its one-sided p-value. `methods` and `pairs` are the numbers of shared methods and of pairs that
+    count.
     """
     rows = []
     for table in tables:
@@ -165,9 +167,9 @@ def mean_agreement(
     draws: int = 10_000,  # number of permutations of our scores
     seed: int = 0,  # seed of the permutations
 ) -> dict[str, float]:  # keyed by tau, p and papers; tau and p are nan if no table shares a pair
-    """Average tau within papers and then over papers, and estimate its one-sided p-value by permutations.
+    """Average Kendall's tau within papers and then over papers, and estimate its one-sided p-value by permutations.
 
-    `papers` is the number of papers that share a pair of methods with us.
+    `papers` is the number of papers whose tables have a pair of our methods that counts, see `concordance`.
     """
     names = sorted(name for name in ours if any(name in table.scores for table in tables))
     index = {name: i for i, name in enumerate(names)}
@@ -278,8 +280,9 @@ def shipped_scores(
 ) -> tuple[dict[str, float], str]:  # score of each method, and a sentence that names their source
     """Compute the scores of methods from the rows in this package.
 
-    They are those of the referee and its field if every planned trial of both has a row, else those of the preliminary
-    comparison. The referee alone shares too few methods with the published tables.
+    They are those of the studies referee-field and referee if every planned trial of both has a row, else those of the
+    preliminary comparison (methods, more-methods and changed-methods). The referee alone shares too few methods with the
+    published tables. Raises InputError if the package was installed without these rows.
     """
     rows_of_study = {name: analysis.load_study_rows(name) for name in _REFEREE}
     if all(load_study(name).is_complete(rows) for name, rows in rows_of_study.items()):

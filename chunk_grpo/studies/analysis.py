@@ -57,12 +57,12 @@ def describe_study(
 
 
 def load_study_rows(
-    name: str,  # name of the study
-    folder: Path | None = None,  # folder with the rows; None: `STUDY_ROWS_FOLDER`
+    name: str,  # name of a study that ships with the package
+    folder: Path | None = None,  # folder with the rows in NAME.jsonl; None: `STUDY_ROWS_FOLDER`
 ) -> list[dict]:  # one per finished run; empty if there is no file
-    """Read the finished runs of a study, sorted by arm as in the description, then by seed.
+    """Read the rows of a study's finished runs (see `run_study`), sorted by arm in the order of study.yaml, then by seed.
 
-    Raises InputError if an arm has a seed twice.
+    Raises InputError if there is no such study, or if an arm has a seed twice.
     """
     file = (folder or STUDY_ROWS_FOLDER) / f"{name}.jsonl"
     arms = list(describe_study(name)["arms"])
@@ -151,7 +151,7 @@ def pivot_by_seed(
 def mean_score(
     row: Mapping,  # row of a finished run
     reward: str,  # name of a reward that was evaluated
-    arm: str = "plain",  # arm of the evaluation: base, plain, hybrid, split-05 ...
+    arm: str = "plain",  # arm of the evaluation: base, plain (the trained weights), hybrid, split-05 ...
 ) -> float:
     """Compute a run's mean score over prompts; raise InputError if the arm or the reward was not evaluated."""
     scores = row["scores"]
@@ -169,7 +169,7 @@ def gains_by_seed(
     rows: Sequence[Mapping],  # rows of finished runs
     reward: str,  # name of a reward that was evaluated
     arm: str = "plain",  # arm of the evaluation
-) -> pd.DataFrame:  # a row per seed, a column per arm
+) -> pd.DataFrame:  # a row per seed, a column per arm of the study
     """Build the table of gains: each run's mean score in an arm of the evaluation minus that of the base."""
     return pivot_by_seed(
         rows, lambda row: mean_score(row, reward, arm) - mean_score(row, reward, "base")
@@ -182,7 +182,7 @@ def paired_intervals(
     reference: str,  # arm that the others are compared with
     arm: str = "plain",  # arm of the evaluation
 ) -> pd.DataFrame:  # a row per arm, with the columns of `t_intervals`
-    """Compute each arm's mean difference (a) from the reference arm on the same seeds, with its interval.
+    """Compute each arm's mean difference in gain from the reference arm on the same seeds, equation (a), with its interval.
 
     The columns are n, mean, se, lo, hi, p and holm. Raises InputError if the reference has no run.
     """
@@ -208,7 +208,8 @@ def contrast_table(
 ) -> pd.DataFrame:  # a row per pair: family, arm, reference, n, mean, se, lo, hi, p, holm
     """Compare pairs of arms on the seeds that both have, with Holm's correction within each family.
 
-    In each row `reference` is the arm that is subtracted. The numbers of a pair are nan if one of its arms has no runs.
+    In each row `reference` is the arm that is subtracted. If one of the two arms has no runs, `n` is 0 and the other numbers
+    are nan. Without contrasts the table is empty.
     """
     gains = gains_by_seed(rows, reward, arm)
     tables = []
@@ -287,7 +288,7 @@ def study_table(
     """Build the table of a study: the seeds, chunks and cost of each arm, then its gain in each reward.
 
     The columns are arm, those of `cost_columns`, and for each reward "REWARD: gain". With a reference, "REWARD: minus
-    REFERENCE" and "REWARD: p (Holm)" follow.
+    REFERENCE" and "REWARD: p (Holm)" follow. Raises InputError if the reference has no run.
     """
     lines = []
     for arm in arms_with_runs(rows):
@@ -315,7 +316,7 @@ def study_table(
 
 
 def outcome_table(
-    rows: Sequence[Mapping],  # rows of finished runs
+    rows: Sequence[Mapping],  # rows of finished runs, at least one
     reference: str | None,  # arm that the others are compared with; None: no comparison
 ) -> str:
     """Format the gains of a study's arms, and their differences from the reference, as a table of plain text.
@@ -457,7 +458,7 @@ def _draw_arm_curve(
 
 @with_house_style
 def plot_training_curves(
-    rows: Sequence[Mapping],  # rows of finished trials
+    rows: Sequence[Mapping],  # rows of finished runs of at least one arm besides the reference
     reward: str,  # a reward that was trained on, or grad_norm, ratio_dev or clip_fraction
     reference: str | None = None,  # arm that is drawn in grey in every panel; None: no arm
     window: int = 5,  # number of iterations over which a point is averaged

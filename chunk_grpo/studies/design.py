@@ -158,8 +158,9 @@ class Study(BaseModel):
     def _check_arms(self):
         """Check the arms and return the study.
 
-        Raises InputError if an arm's name is not a valid folder name, a field names an arm that does not exist, a pair
-        in `contrasts` is not two different arms, `more_seeds` is below `seeds`, or `after` has a cycle.
+        Raises InputError, which pydantic turns into a ValidationError, if an arm's name is not a valid folder name, a field
+        names an arm that does not exist, a pair in `contrasts` is not two different arms, `more_seeds` is below `seeds`, or
+        `after` has a cycle.
         """
         for arm in self.arms:
             if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.+@-]{0,99}", arm):
@@ -232,7 +233,8 @@ def load_study(
 ) -> Study:
     """Read and check the file `study.yaml` of a study.
 
-    Raises InputError with one sentence that names the field, the value and what is allowed.
+    Raises InputError if there is no such study, or with one sentence that names the wrong field, its value and what is
+    allowed. The settings of the arms are not checked; `expand_trials` checks them.
     """
     file = find_study_folder(source) / "study.yaml"
     values = {"title": "", "question": "", "reference": ""} | read_yaml_file(file)
@@ -342,7 +344,7 @@ def expand_trials(
     """Return the trials of a study, or those of some arms and seeds.
 
     They are ordered by seed, so that an interrupted study leaves complete comparisons. Raises InputError if an arm, a
-    seed or settings are invalid.
+    seed or settings are invalid, or if none of the arms has one of the seeds.
     """
     study = load_study(source)
     home = find_study_folder(source)
@@ -415,10 +417,10 @@ def write_new_study(
     base: str | Path = "pocket/demo",  # preset or settings file that all arms share
     seeds: int = 8,  # number of seeds per arm
 ) -> Path:  # the folder
-    """Write the files of a new study whose arms are methods, and copy the code files of the methods.
+    """Write study.yaml and base.yaml of a new study whose arms are methods, and copy the code files of the methods.
 
-    Raises InputError if the folder exists, there are fewer than two arms, a method is unknown, or two arms would have
-    the same name.
+    Raises InputError if the folder exists, there are fewer than two arms, a method or the base is invalid, or if two arms or
+    two code files would have the same name.
     """
     folder = Path(folder)
     if folder.exists():
@@ -427,8 +429,8 @@ def write_new_study(
         raise InputError(
             f"`--arms` must name at least two methods; got {', '.join(arms) or 'none'}"
         )
-    # Only the settings of the file, not all of them: of complete settings, an arm with another method would drop those
-    # that agree with a preset of the methods.
+    # Keep only the settings that the file names. If base.yaml held all settings, an arm with another method would drop those
+    # that agree with a method's preset.
     source = setting.find_settings_file(base)
     values = setting.resolve_code_files(setting.read_settings_file(base), source.parent)
     settings = setting.load_settings(values)
@@ -520,7 +522,7 @@ def _find_commit(
         if not head or _git(top, "cat-file", "-e", f"{head}:{name}").returncode:
             return None, f"{file} is not committed"
 
-    # Try the newest commit that changed these files before HEAD.
+    # Try the newest commit that changed these files first, then HEAD.
     changed: list[Path] = []
     for commit in dict.fromkeys(filter(None, [newest, head])):
         committed = {
@@ -571,9 +573,10 @@ def plan_record(
 ) -> dict:  # keyed by sha256, commit, unplanned and peeks
     """Return the record of a study's plan that each row stores.
 
-    `sha256` is the hash of the plan's files, `commit` the commit that contains them or None, `unplanned` whether
-    the runs count as unplanned, and `peeks` an empty list, to which `record_peeks` adds. Raises InputError if
-    the plan is not committed and `unplanned` is False.
+    `sha256` is the hash of the study's files and of the code that its arms use. `commit` is the commit that contains them,
+    "chunk-grpo VERSION" for an unchanged study of an installed package, or None. `unplanned` tells whether the runs count as
+    unplanned. `peeks` is an empty list, to which `record_peeks` adds. Raises InputError if the plan is not committed and
+    `unplanned` is False.
     """
     study_files = (home / "study.yaml", home / "base.yaml", home / TUNED_FILE)
     files = {file: file.read_bytes() for file in study_files if file.is_file()}

@@ -59,7 +59,7 @@ def write_tuning_study(
     folder: Path,  # folder of the tuning study
     added_points: Mapping[str, Sequence[dict]] = {},  # arm -> points beyond its grid
 ) -> Path:  # the folder
-    """Write the files of a tuning study, which tries every point of the grid with every arm.
+    """Write the files of a tuning study, which tries every point of the grid with every arm; replace existing files.
 
     Raises InputError if the study has arms that continue others, no outcome or no grid, or if its seeds or prompts are
     those of the tuning.
@@ -105,9 +105,8 @@ def write_tuning_study(
         "reference": next(iter(arms)),
     }
     content["evaluation"].pop("eval_prompts", None)  # these are the study's own
-    # Write only the settings in the study's base.yaml and not all settings. An arm with another method would drop those
-    # of the complete settings that agree with a preset of the methods, so it would be tuned with settings that differ
-    # from those of the test.
+    # Write only the settings that the study's base.yaml names. If base.yaml held all settings, an arm with another method
+    # would drop those that agree with a method's preset, so it would be tuned with other settings than it is tested with.
     base = setting.read_settings_file(home / "base.yaml") | {"eval_prompts": study.tune_prompts}
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -154,8 +153,8 @@ def choose_settings(
 ) -> dict[str, dict]:  # keyed by arm, then by settings, gain, edge and points
     """Choose the best point of every arm by its mean gain over the seeds of the tuning study.
 
-    `settings` and `gain` are those of the best point, `edge` lists its settings at the edge of the grid, and `points`
-    has all points, each with its gain and its gains per seed.
+    `settings` and `gain` are those of the best point, and `edge` lists its settings at the edge of the grid. `points` lists
+    all points; each is a dict of its settings with the further keys `gain`, the mean, and `gains`, one per seed.
     """
     results = {arm: {"points": []} for arm in study.arms}
     gains = gains_by_seed(rows, study.outcome)
@@ -276,7 +275,8 @@ def tune_study(
     """Tune the arms of a study on validation prompts, write the results of `choose_settings` to tuned.yaml, and return them.
 
     As long as an arm's best point lies at the edge of its grid, at most `tune_growth` times, the next points beyond the edge
-    are tried too.
+    are tried too. Finished trials in `out` are not repeated. Raises InputError if the study cannot be tuned (see
+    `write_tuning_study`), and TrainingFailed if trials failed.
     """
     home = find_study_folder(source)
     out = Path(out or Path("runs") / "studies" / f"{home.name}-tuning")
@@ -372,7 +372,7 @@ def seeds_needed(
     spread: float,  # standard deviation of the paired differences
     effect: float,  # smallest difference of interest, in the same units
     power: float = 0.8,  # wanted probability of detecting the effect
-    tests: int = 1,  # number of questions in the study, by which the level is divided
+    tests: int = 1,  # number of questions in the study, by which the level 0.05 is divided
     limit: int = 2000,  # largest number of seeds that is tried
 ) -> int | None:  # None: more than `limit`
     """Return the smallest number of seeds with which a paired t test has the wanted power.
@@ -419,7 +419,7 @@ def pilot_difference_sd(
 
 # %% ../../nbs/13_studies/05_pilot.ipynb #77956b25
 def _whole_as_float(value: Any) -> Any:
-    """Return a whole number as a float, which has the same text as an equal fraction; return other values unchanged."""
+    """Convert an int to a float, so that 1 and 1.0 have the same text; return other values unchanged."""
     return float(value) if type(value) is int else value
 
 
@@ -429,7 +429,8 @@ def _matching_points(
 ) -> list[tuple[dict, dict]]:  # a point of the arm, and one of the reference
     """Pair the points of two arms that agree in all settings that both tried.
 
-    If several points of an arm agree in these settings, its best one is used.
+    If several points of an arm agree in these settings, its best one is used. If the arms share no setting, their points are
+    paired in order.
     """
     shared = [name for name in reference["settings"] if name in tuned["settings"]]
     if not shared:
@@ -440,7 +441,7 @@ def _matching_points(
         """Return the best points of an arm, keyed by their values of the shared settings."""
         ordered = sorted(arm["points"], key=lambda point: point["gain"])
         # Later points replace earlier ones, so the best one stays.
-        # A value may be a list, so the key is a text. A grid may hold whole numbers and fractions.
+        # A value may be a list, so the key is a text. It must be the same for 1 in one grid and 1.0 in the other.
         return {
             json.dumps([_whole_as_float(point[name]) for name in shared]): point
             for point in ordered
@@ -461,8 +462,9 @@ def tuning_difference_sd(
 ) -> pd.DataFrame:  # a row per arm, with the columns seeds, gain, difference, sd and relative_sd
     """Compute how much paired differences vary between seeds, pooled over the points of a tuning grid.
 
-    The columns are those of `pilot_difference_sd`, but `seeds` is the number of degrees of freedom plus one. Points at which
-    one of the two arms gained nothing are left out.
+    The columns are those of `pilot_difference_sd`, but `seeds` is the number of degrees of freedom plus one. Points that
+    were tried with only one seed, or at which one of the two arms gained nothing, are left out. The reference, and arms of
+    which no point is left, have no row.
     """
     baseline = tuned[reference]
     rows = {}
@@ -494,9 +496,10 @@ def plan_table(
 ) -> pd.DataFrame:
     """Compute from the tuning results of a study how many seeds each arm needs, and the power of the planned seeds.
 
-    There is a row per arm. The columns are relative_sd, seeds, and `needed` and `power` at the smallest effect of interest,
-    then both with the level divided by the number of arms (", corrected"). The table is empty if nothing was tuned. Each
-    point must have been tried with at least two seeds.
+    There is a row per arm in `tuning_difference_sd`. The columns are relative_sd, seeds (the study's `seeds`), and `needed`
+    and `power` at the smallest effect of interest; both again, with the suffix ", corrected", divide the level 0.05 by the
+    number of rows. `needed` is missing (None or nan) if it is above 2000. The table is empty if the reference was not tuned,
+    or if the study names no smallest effect.
     """
     study = load_study(source)
     tuned = read_tuned(find_study_folder(source))

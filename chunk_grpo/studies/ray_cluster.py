@@ -27,7 +27,10 @@ from .design import Trial
 def check_ray_address(
     address: str,  # auto, local, HOST:PORT or ray://HOST:PORT
 ) -> None:
-    """Raise InputError if an address is malformed, or nothing answers at it."""
+    """Raise InputError if an address is malformed, or if nothing answers at it within 5 seconds.
+
+    Nothing is checked for local, or for auto without the environment variable RAY_ADDRESS.
+    """
     if address == "auto":  # the cluster that this host belongs to, or the one the environment names
         address = os.environ.get("RAY_ADDRESS", "local")
     if address == "local":
@@ -132,11 +135,12 @@ class RayPool:
         self,
         out: Path,  # the study's folder of runs
         unfinished: Sequence[Trial],  # trials that are left to run
-        timeout: float = 120.0,  # time for the nodes to answer, s
+        timeout: float = 120.0,  # time for the nodes to answer, s; a node that does not answer passes
     ) -> int:
         """Leave a marker file, check the nodes, and return the number of unfinished trials: Ray can queue all of them.
 
-        Raises InputError if a node that could get a trial cannot run it.
+        Call this before `submit`, whose tasks use the marker file. Marker files of earlier calls are deleted. Raises
+        InputError if a node that could get a trial cannot run it, or if a trial fits on no node.
         """
         if not unfinished:
             return 0
@@ -171,7 +175,7 @@ class RayPool:
         out: Path,  # ignored: the tasks use the folder of the marker file
         slot: int,  # ignored: Ray chooses the GPU
     ) -> Future:  # its result is the row and the seconds
-        """Submit a trial to Ray as a task."""
+        """Submit a trial to Ray as a task; the future raises TrainingFailed if it fails for any reason."""
         resources = trial_resources(trial, self.has_gpus)
         result: Future = Future()
         task = self.ray.remote(run_on_node).options(

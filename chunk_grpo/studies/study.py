@@ -33,6 +33,7 @@ from ..core.files import atomic_write, read_json, read_json_lines, sha256_of, wr
 from ..core.machine import gpu_variable, raise_on_sigterm
 from ..core.user_code import code_hashes
 from ..evaluation import evaluate
+from ..reward_serving.client import RewardUnavailable
 from ..runs import launch, run_folder
 from ..runs.processes import ForkingProgram, core_count, run_programs, serve_calls
 from chunk_grpo.studies.design import (
@@ -170,7 +171,12 @@ def _evaluation_results(
 def _build_trial_row(
     run: Path,  # folder of a trained and evaluated trial
 ) -> dict:
-    """Build the row of a finished trial: its settings, origin, cost, curves and scores."""
+    """Build the row of a finished trial: its settings, origin, cost, curves and scores.
+
+    The keys are those of trial.json (study, arm, seed, plan, evaluation and splits), settings, model_sha256, prompts_sha256,
+    records_sha256 (if the run has one), git_commit, machine, versions, images, transitions, seconds, cpu_seconds, chunks,
+    curve and held_out_curve (see `metric_curves`), and those of `_evaluation_results`.
+    """
     run_info = run_folder.read_run_info(run)
     lines = run_folder.read_metrics_lines(run)
     training_curve, held_out_curve = metric_curves(lines)
@@ -307,7 +313,7 @@ def main(
         )
     except (InputError, launch.TrainingFailed) as error:
         print(error, file=sys.stderr, flush=True)
-        return 2 if isinstance(error, InputError) else 1
+        return error.exit_code if isinstance(error, InputError) else 1
     # A row must record the code with which it was scored.
     if code_hashes(settings) != code:
         print(
@@ -352,7 +358,7 @@ def read_peeks(
 
 def record_peeks(
     out: Path,  # the study's folder of runs
-    peeks: Sequence[int],  # number of finished trials at each interim look
+    peeks: Sequence[int],  # number of finished trials at each interim look, including earlier looks
 ) -> None:
     """Record the interim looks at a study in all files of its trials, so that deleting one file does not hide them."""
     write_json(out / "peeks.json", {"finished": list(peeks)})
@@ -371,7 +377,8 @@ def prepare_trial(
 ) -> Path:  # the trial's folder
     """Create the run folder of a trial, or prepare the existing one to resume, and write its trial.json.
 
-    Raises InputError if an existing folder does not belong to the trial.
+    If the trial continues another arm's run, a new folder is a copy of that run, if it exists. Raises InputError if an
+    existing folder does not belong to the trial, or if the settings, inputs or machine do not allow the run.
     """
     run = out / trial.name
     source = out / f"{trial.after}-{trial.seed}"
@@ -433,7 +440,9 @@ def run_trial(
     code, output = run_program(run, watch=raise_if_stopped)
     if code == 0:
         return read_json(run / "row.json"), time.time() - began
-    if code == 2 and output:
+    if code == RewardUnavailable.exit_code and output:
+        raise RewardUnavailable(output)
+    if code == InputError.exit_code and output:
         raise InputError(output)
     if code == 1 and output:
         raise launch.TrainingFailed(output)
@@ -611,7 +620,9 @@ class _Progress:
         while True:
             # A trial can begin when the run that it continues from is finished.
             unfinished = {t.name for t in self.unfinished()}
-            ready = [t for t in waiting if f"{t.after}-{t.seed}" not in unfinished]
+            ready = [
+                t for t in waiting if t.after is None or f"{t.after}-{t.seed}" not in unfinished
+            ]
             free_slots = sorted(set(range(processes)) - {slot for slot, _ in self.running.values()})
             for slot, trial in zip(free_slots, ready, strict=False):
                 waiting.remove(trial)
@@ -697,6 +708,11 @@ def run_study(
     peek: bool = False,  # print gains before the last trial has ended; the rows record it
 ) -> list[dict]:  # rows of the requested trials, in their order
     """Run or continue a study, and return one row of results per trial.
+
+    A row is a dict with the keys of `_build_trial_row`, eval_sha256 and, with user code, code. The rows of all finished
+    trials are written to results.jsonl in `out`, which also holds the run folders of the trials. A trial is not repeated if
+    `finished_rows`, this file, or the results.jsonl of a folder next to `out` has a row with the same settings and inputs.
+    The gains are printed after the plan's last trial, or earlier with `peek`. The pool is closed at the end.
 
     Raises InputError for wrong input before any folder is created, and TrainingFailed if trials failed, after the
     others have ended.

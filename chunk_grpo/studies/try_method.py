@@ -113,6 +113,7 @@ def find_method_files(
     return list(dict.fromkeys(code_files(f"{path}:any").values()))
 
 # %% ../../nbs/13_studies/07_try_method.ipynb #de63d8b3
+# Settings that a method must not change. The protocol, which is the study whose arms it is compared with, fixes them.
 FIXED_SETTINGS = (
     "model",
     "family",
@@ -193,8 +194,8 @@ def method_grid(
 ) -> dict[str, list]:  # a setting and its three values
     """Return the setting that a method tunes in addition to the learning rate, with the values to try.
 
-    It is the class's `tuning_grid`, else its first numeric option, else the grid of the protocol's reference if the method
-    uses a ratio, else `updates_per_iteration`.
+    It is the class's `tuning_grid`; else its first numeric option with a default above 0; else, if the method uses an
+    importance ratio (`has_ratio`), the reference's own grid if it has one; else `updates_per_iteration`.
 
     Raises InputError if the class declares an invalid `tuning_grid`, or a tuned setting is changed by the method or
     fixed by the protocol.
@@ -366,7 +367,10 @@ def watch_opens(
     lists: Sequence[HeldOutList],
     code: Iterable[Path],  # code files of the method
 ) -> Iterator[list[str]]:  # such as "line 2 of hidden.py opens test192.txt"
-    """Yield a list, to which each held-out file is added that is opened while a function in the method's code is running."""
+    """Yield a list, which gets an entry for each held-out file that is opened while a function of the method's code runs.
+
+    Only this process is watched. The first call installs an audit hook, which Python cannot remove again.
+    """
     if not getattr(_report_open, "is_installed", False):
         sys.addaudithook(_report_open)
         _report_open.is_installed = True
@@ -513,9 +517,12 @@ def plan_content(
     protocol: Study,
     checked: CheckedMethod,
     other_arms: Sequence[str] = (),  # arms of the protocol to include, in addition to its reference
-    quick: bool = False,  # fewer seeds, and a grid that does not grow
+    quick: bool = False,  # fewer seeds, one seed for tuning, and a grid that does not grow
 ) -> dict:
-    """Build the content of a try's study.yaml, keyed by the fields of `Study`; the first arm is that of the method."""
+    """Build the content of study.yaml for a try, keyed by the fields of `Study`; the first arm is that of the method.
+
+    A try is a study that compares one method with the reference, and possibly other arms, of the protocol.
+    """
     reference = protocol.reference
     own_arm = checked.name
     if own_arm in protocol.arms:
@@ -581,7 +588,7 @@ def write_plan(
 def detectable_difference(
     spread: float,  # standard deviation of the paired differences
     seeds: int,  # number of paired runs
-    tests: int = 1,  # number of comparisons in the family, by which the level is divided
+    tests: int = 1,  # number of comparisons in the family, by which the level 0.05 is divided
     power: float = 0.8,  # probability of detecting the difference
 ) -> float:  # in the units of `spread`; infinite with one seed
     """Return the smallest true difference that a paired t test detects with this power."""
@@ -682,7 +689,7 @@ READING_NOTE = (
 
 
 def markdown_table(
-    rows: Sequence[Mapping],  # texts, keyed by column
+    rows: Sequence[Mapping],  # texts, keyed by column; at least one row
 ) -> str:
     """Format rows as a Markdown table with the columns of the first row."""
     columns = list(rows[0])
@@ -950,16 +957,20 @@ def try_method(
     protocol: str | Path = "referee",  # name of a study, or its folder
     log: Callable[[str], None] = print,  # receives status lines
 ) -> Path:  # the page
-    """Check, tune and test a user's method, and write a page with its rank and its differences.
+    """Check, tune and test a user's method, and write a page, page.md in `out`, with its rank and its differences.
 
-    If it is called again, it resumes where it stopped. Raises InputError if the method does not pass the check or the
-    folder was begun with other options, and TrainingFailed if trials failed.
+    The plans, the trials and their rows are written to `out`, too. If it is called again with the same options, it resumes
+    where it stopped. Trials of tries in folders next to `out` are not repeated. Raises InputError if the method does not
+    pass the check or the folder was begun with other options, and TrainingFailed if trials failed.
     """
     class_name = split_source(source)[1]
     out = Path(os.path.abspath(out or default_folder(source, quick)))
     options = {
         "class": class_name,  # empty: the only class in the file
-        "file": {file.name: sha256_of(file) for file in find_method_files(source)},
+        "file": {
+            os.path.relpath(file, Path(split_source(source)[0]).resolve().parent): sha256_of(file)
+            for file in find_method_files(source)
+        },
         "settings": [*overrides],
         "quick": quick,
         "protocol": str(protocol),

@@ -102,7 +102,8 @@ def paper_rule_chunks(
 
     The first chunk ends at the first turning point of the profile (`first_chunk_size`), the last begins where training
     changes the profile (`last_chunk_start`), and the transitions between them are cut by `equal_curvature_sizes`.
-    Raises InputError if a profile, `middle` or `departure_share` is out of range.
+    Raises InputError if a distance is not finite and positive, if the profiles differ in length, or if `middle` or
+    `departure_share` is out of range.
     """
     y = centered_log_profile(base_profile, "base_profile")
     if type(middle) is not int or middle < 1:

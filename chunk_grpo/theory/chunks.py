@@ -189,7 +189,8 @@ class ChunkRule:
     ) -> "ChunkRule":
         """Parse the setting `chunks`: sizes (2,3,4), steps, whole, equal:SIZE, profile, adaptive[:SIZE] or FILE.py:FUNCTION.
 
-        Raises InputError if the text has another form or does not fit the number of transitions.
+        SIZE is 2 if it is missing after adaptive. Raises InputError if the text has another form or does not fit the number
+        of transitions.
         """
         if text.strip() == "profile":
             return cls("profile")

@@ -24,7 +24,7 @@ def combine_rewards(
 ) -> Tensor:  # (P, G), the scores from which the form `group` computes advantages
     """Combine several rewards into one score per image: standardise each within its group, and return the weighted sum.
 
-    A single reward is returned unchanged. Rewards that are not in `weights` are ignored.
+    A single reward is returned unchanged, whatever its weight. Rewards that are not in `weights` are ignored.
     """
     if len(weights) == 1:
         return scores[next(iter(weights))]
@@ -122,7 +122,7 @@ def select_exploiting_images(
 # %% ../../nbs/00_theory/07_credit.ipynb #2f1277ba
 def relative_nearest_distances(
     features: Tensor,  # features of P prompts with G images each, (P, G, E); G is at least 2
-) -> Tensor:  # (P, G), with mean 1 in each group, or 0 if all its images are equal
+) -> Tensor:  # (P, G), with mean 1 in each group, or all 0 if each of its images equals another one
     """Compute the cosine distance of each image to the nearest image of its group, divided by its mean over the group.
 
     This is the factor by which GARDO (2512.24138) multiplies positive advantages.

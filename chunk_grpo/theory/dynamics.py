@@ -46,7 +46,7 @@ def _check_finite_distances(distance: Tensor) -> None:
 
 @checked()
 def relative_distance(
-    latents: Tensor,  # x_0 ... x_T of each trajectory, noise first, (B, T + 1, ...)
+    latents: Tensor,  # latents x_i of each trajectory, (B, T + 1, ...), from noise (i = 0) to image (i = T)
     kind: str = "l1",  # one of DISTANCE_KINDS
 ) -> Tensor:  # (B, T), one value per transition; dimensionless, detached, float32 or better
     """Compute how far each transition moves the latents, relative to the latents before it, equation (15).
@@ -192,7 +192,10 @@ def count_trained_chunks(
 
 # %% ../../nbs/00_theory/05_dynamics.ipynb #3f2b3ed9
 def _check_sampling_inputs(weights: Tensor, count: int, uniforms: Tensor) -> None:
-    """Raise InputError unless both shapes are (B, K), and weights are finite and at least 0, `count` or more per row above 0."""
+    """Raise InputError unless both tensors are (B, K), `count` is 1 ... K, and the weights allow so many chunks per row.
+
+    The weights must be finite and at least 0, with `count` or more above 0 in each row.
+    """
     if weights.ndim != 2 or uniforms.shape != weights.shape:
         raise InputError(
             f"`uniforms` and `weights` must have the same shape (B, K); got {tuple(uniforms.shape)} and "
@@ -217,8 +220,8 @@ def sample_without_replacement(
 ) -> Tensor:  # (B, count) long, chunk numbers in increasing order
     """Sample `count` chunks per trajectory without replacement, each time in proportion to the remaining weights.
 
-    The result depends only on the arguments. Raises InputError if the shapes differ, if a weight is negative or not
-    finite, or if a row has fewer than `count` positive weights.
+    The result depends only on the arguments. Raises InputError if the shapes differ, if `count` is not 1 ... K, if a weight
+    is negative or not finite, or if a row has fewer than `count` positive weights.
     """
     _check_sampling_inputs(weights, count, uniforms)
     uniforms = uniforms.to(weights.device, torch.float64).clamp(

@@ -176,13 +176,14 @@ class Sampler:
 
     sigmas: Tensor  # noise levels, (T + 1,), from schedule.sigmas
     kind: str = "flow"  # one of SAMPLER_KINDS
-    # noise strength: one number for all transitions but the last, or (T,) numbers with the last 0
+    # noise strength: one number for all transitions but the last, or (T,) numbers with the last 0; stored as (T,) float64
     eta: float | Sequence[float] | Tensor = 0.7
     # one of SOLVERS; dpm2 needs two transitions without noise in a row
     solver: str = "euler"
     # noise level sigma_1, (), that replaces a sigma of 1 in the noise coefficient; None: sigmas[1]
     second: Tensor | None = None
-    # weights from `multistep_weights`, (T,) float64; 0 for transitions that take an Euler step
+    # weights from `multistep_weights`, (T,) float64; 0 for transitions that take an Euler step. `mean_std` and `step` leave
+    # the second-order term out; the caller adds it to the mean, as `training.rollout.integrate` does
     second_order: Tensor = field(init=False)
     # indices of the transitions with noise, increasing, (n,) long
     stochastic: Tensor = field(init=False)
@@ -235,7 +236,10 @@ class Sampler:
         latents: Tensor,  # x_i, (B, ...)
         index: int | Tensor,  # transition i: one for all samples, or one per sample, (B,) long
     ) -> tuple[Tensor, Tensor]:
-        """Return the mean (B, ...) and std, () or (B, 1, ..., 1), of x_{i+1} given x_i and its velocity."""
+        """Return the mean (B, ...) and std, () or (B, 1, ..., 1), of x_{i+1} given x_i and its velocity.
+
+        The second-order term of the solver dpm2 is not included.
+        """
         dtype = torch.promote_types(
             torch.promote_types(latents.dtype, velocity.dtype), torch.float32
         )
@@ -250,7 +254,10 @@ class Sampler:
         index: int | Tensor,  # transition i: one for all samples, or one per sample, (B,) long
         noise: Tensor,  # standard normal noise, (B, ...)
     ) -> Tensor:  # x_{i+1}, (B, ...)
-        """Take one transition with the given noise: return x_{i+1} = mean + std noise."""
+        """Take one transition with the given noise: return x_{i+1} = mean + std noise.
+
+        The second-order term of the solver dpm2 is not included.
+        """
         mean, std = self.mean_std(velocity, latents, index)
         return mean + std * noise.to(mean.dtype)
 

@@ -21,7 +21,8 @@ from .windows import shrink_rest
 class Sharing:
     """Hold the parsed setting `sharing`: which noise the images of a group share."""
 
-    kind: str = "own"  # own (nothing is shared), group, seeds or tree
+    # images share nothing (own), one initial noise (group), one of several (seeds), or the path up to a split (tree)
+    kind: str = "own"
     number: int = 0  # seeds: initial noises per group; tree: children per node; else 0
     splits: tuple[
         int, ...
@@ -124,12 +125,13 @@ def forward_passes_per_group(
 
 # %% ../../nbs/00_theory/10_sharing.ipynb #d61f468b
 def edge_advantages(
-    scores: Tensor,  # scores of P prompts with G images each, (P, G)
-    states: Tensor,  # number of each image's state at each step, (T + 1, G) long, from `shared_states`
+    scores: Tensor,  # scores of P prompts with G images each, (P, G), on the CPU
+    # number of each image's state at each step, (T + 1, G) long, on the CPU, from `shared_states`
+    states: Tensor,
     # depth: standardise the mean scores of all nodes at a depth; leaves: standardise the images' scores, and average
     rule: str = "depth",
     clamp: float = 5.0,  # largest absolute advantage, in standard deviations
-) -> Tensor:  # (P, G, T), advantage of each transition of each image
+) -> Tensor:  # (P, G, T) float32, advantage of each transition of each image
     """Compute the advantage of each transition from the scores of the images that share it, in a group that forms a tree.
 
     A transition (an edge of the tree) has the same advantage for all images that share it. Raises InputError if the

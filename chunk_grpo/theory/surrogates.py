@@ -100,10 +100,11 @@ def step_weights_by_name(
 ) -> Tensor:  # (T,) float32, 0 at transitions that are not trained
     """Compute the weight by which each transition's term in the objective is multiplied.
 
-    With step h in noise level, the weight is proportional to std for noise, to h for interval, to 1 / h for inverse-interval
-    and to 1 / (sqrt(h) / s + s sqrt(h) (1 - t) / (2 t)), s = std / sqrt(h), for flash. A method that trains a window passes
-    `full_sampler`, so that a weight does not depend on the window: otherwise the only transition of a window of width 1 would
-    always have weight 1. Raises InputError if the name is unknown, or for noise and flash if a transition has no noise.
+    For a transition from noise level t to t - h, the weight is proportional to std for noise, to h for interval, to 1 / h
+    for inverse-interval, and to 1 / (sqrt(h) / s + s sqrt(h) (1 - t) / (2 t)) with s = std / sqrt(h) for flash. A method
+    that trains a window passes `full_sampler`, so that a weight does not depend on the window: otherwise the only
+    transition of a window of width 1 would always have weight 1. Raises InputError if the name is unknown, or for noise
+    and flash if a transition has no noise.
     """
     if name not in STEP_WEIGHTS:
         raise InputError(

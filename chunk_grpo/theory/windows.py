@@ -29,11 +29,19 @@ WINDOW_KINDS = {
 # %% ../../nbs/00_theory/08_windows.ipynb #8a197bd3
 @dataclass(frozen=True)
 class Window:
-    """Hold the parsed setting `window`: consecutive transitions that have noise, and how they move between iterations."""
+    """Hold the parsed setting `window`: consecutive transitions that have noise, and how they move between iterations.
+
+    The window holds all transitions (all) or always the first ones (frozen), or is drawn anew for each
+    iteration, anywhere (random) or in the first half of the trajectory (early). With progressive it moves by one transition
+    after every `every` iterations, and returns to the start after its last position. With exponential it moves in the same
+    way, but stays ever fewer iterations at each position that begins after transition 13.
+    """
 
     kind: str = "all"  # one of WINDOW_KINDS
     width: int = 0  # transitions in the window; unused for "all"
-    every: int = 0  # iterations before the window moves, for "progressive" and "exponential"
+    every: int = (
+        0  # iterations before the window moves, for "progressive" and "exponential"; else 0
+    )
 
     @classmethod
     def parse(cls, text: str) -> "Window":

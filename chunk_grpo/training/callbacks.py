@@ -22,10 +22,12 @@ from ..core.imports import import_callable
 from ..core.settings import ALARMS, Settings, named_code
 from ..theory.surrogates import Surrogate
 
-MAX_IDLE_ITERATIONS = 3  # a run ends after so many consecutive iterations without an update
+MAX_IDLE_ITERATIONS = 3  # a run ends after this many consecutive iterations without an update
 _ALARM_ITERATIONS = 3  # consecutive iterations in which an alarm's condition must hold
 _MEAN_ITERATIONS = 5  # iterations in the means over the beginning and the end of a run
-_QUIET_ITERATIONS = 10  # an alarm is raised only if it did not hold in so many iterations before
+_QUIET_ITERATIONS = (
+    10  # an alarm is raised only if its condition held in none of this many lines before
+)
 
 # %% ../../nbs/07_training/16_callbacks.ipynb #c3b10003
 class StopTraining(InputError):
@@ -47,7 +49,7 @@ class Callback:
     def on_save(self, state, folder: Path) -> None:
         """Run code after a checkpoint is written to `folder`, such as checkpoints/000020 in the run folder.
 
-        After SIGTERM, only the processes that write the checkpoint call this function.
+        After SIGTERM or a failed reward, only the processes that write the checkpoint call this function.
         """
 
     def on_train_end(self, state) -> None:
@@ -71,7 +73,8 @@ def load_callback(
 ) -> Callback | Callable[[dict, Settings], object]:
     """Import a callback; return it if it is a function, or a new instance of it if it is a class.
 
-    A run calls a function with each line of metrics and the settings. A class must be a subclass of Callback.
+    A run calls a function in its first process only, with each line of metrics and the settings. A class must be a subclass
+    of Callback.
     Raises InputError if the callback cannot be imported or instantiated, or is another class.
     """
     imported: Any = import_callable(path, "callbacks")
@@ -162,7 +165,10 @@ class Logger(Callback):
         self.log = log
 
     def on_train_begin(self, state) -> None:
-        """Log what share of the model is trained, record it in run.json, and start the tracker."""
+        """Log what share of the model is trained, record it in run.json, and start the tracker.
+
+        The first process also writes the number of torch's threads and the type of device to run.json.
+        """
         # Import torch only now, because reports use the alarms of this module without it.
         import torch
 
@@ -279,7 +285,7 @@ def _ratio_error_alarm(
     lines: Sequence[dict],  # of metrics, oldest first
     settings: Settings,
 ) -> str:
-    """Return a warning if the line's ratio error is at least a tenth of the clip range, otherwise an empty string."""
+    """Return a warning if the newest line's ratio error is at least a tenth of the clip range, otherwise an empty string."""
     ratio_error = lines[-1].get("ratio_floor") or 0.0
     name, clip_range = _clip_range_setting(settings)
     if clip_range is None or ratio_error < clip_range / 10:

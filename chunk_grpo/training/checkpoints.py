@@ -164,14 +164,15 @@ def write_checkpoint(
     iteration: int,  # number of finished iterations
     groups: Groups,  # tensors to write, keyed by group and name; one file per group unless sharded
     state: Mapping,  # further values for state.json
-    keep: int = 2,  # number of newest checkpoints to keep
+    keep: int = 2,  # number of newest checkpoints to keep, at least 1
     keep_every: int = 0,  # also keep those whose iteration is a multiple of this number; 0: no others
     identity: Mapping = MappingProxyType({}),  # run_id and settings of the run
     sharded: bool = False,  # True: the tensors are shards, and every process must call this function
 ) -> None:
     """Write a checkpoint atomically to a folder such as checkpoints/000020 in the run folder, and remove older ones.
 
-    The folder holds the tensors, copies of metrics.jsonl and profile.json, state.json and manifest.json.
+    The folder holds the tensors, copies of metrics.jsonl and profile.json, state.json and manifest.json. It replaces an
+    earlier checkpoint of the same iteration. Raises InputError if it cannot be written, for example to a full disk.
     """
     if sharded and dist.get_rank():
         _save_sharded(Path(), groups)

@@ -25,19 +25,20 @@ def sample_chunks(
     # "uniform": equal probabilities; "dynamics": weights (16) from each image's own latents; "profile": weights (16)
     # from `profile`
     weighting: str = "uniform",
-    allowed: Sequence[int] | None = None,  # numbers of the chunks that may be sampled; None: all
+    allowed: Sequence[int]
+    | None = None,  # numbers, from 0, of the chunks that may be sampled; None: all
     uniform: float = 0.0,  # share of equal probabilities that is mixed into the weights (16), from 0 to 1
     temperature: float = 1.0,  # of the weights (16): above 1 flattens, below 1 sharpens them
-    # (T,) mean distances (15) of the base; the weighting "profile" requires them
+    # mean distances (15), which the weighting "profile" requires: (T,), or (B, T) if all images have the same chunks
     profile: Tensor | None = None,
     # (n,) long, indices of the transitions that the chunks divide; None: those with noise
     trainable_steps: Tensor | None = None,
-) -> Tensor:  # (B, k) long chunk numbers, sorted; rows with fewer chunks are filled with -1
+) -> Tensor:  # (B, k) long chunk numbers from 0, sorted; rows with fewer chunks are filled with -1
     """Sample the chunks that each image trains, without replacement, from the image's own random numbers.
 
-    An image trains `count_trained_chunks(K, fraction)` of its K allowed chunks. Raises InputError if `allowed` is given
-    although each image has its own chunks, because the same chunk number then denotes other transitions in each image,
-    or if `allowed` has a number that is too large.
+    An image trains `count_trained_chunks(K, fraction)` of its K allowed chunks. Raises InputError if `fraction` is out of
+    range, if `allowed` has a number that is too large, or if `allowed` is given although each image has its own chunks,
+    because the same chunk number then denotes other transitions in each image.
     """
     if not isinstance(chunks, Chunks):
         if allowed is not None:
@@ -60,7 +61,6 @@ def sample_chunks(
             rows.append(chosen[0])
         return pad_sequence(rows, batch_first=True, padding_value=-1)
 
-    # The fraction refers to the allowed chunks.
     chunk_total = len(chunks)
     if max(allowed or [0]) >= chunk_total:
         numbers = ",".join(str(number + 1) for number in allowed or ())
@@ -69,6 +69,7 @@ def sample_chunks(
         )
     is_allowed = torch.zeros(chunk_total, dtype=torch.bool)
     is_allowed = is_allowed.index_fill(0, torch.tensor(allowed or range(chunk_total)), True)
+    # The fraction refers to the allowed chunks.
     count = dynamics.count_trained_chunks(int(is_allowed.sum()), fraction)
 
     image_count = len(trajectories.keys)

@@ -87,7 +87,8 @@ def _score_completions(
     """Integrate the ODE from each trajectory's state at the first of the levels, and score the resulting images.
 
     If all images of a group share this state, one image is made from it and its score is repeated. A reward that
-    compares the images of a group gets as many copies of that image as the group has images.
+    compares the images of a group gets as many copies of that image as the group has images. If images differ in size, the
+    policy keeps the size of the last ones.
     """
     paths = context.trajectories
     scores_per_size = []
@@ -142,7 +143,10 @@ def _apply_to_all_groups(
     # maps the scores of all processes, one row per group for each name, to a tensor of the shape of one name's scores
     function: Callable[[dict[str, Tensor]], Tensor],
 ) -> Tensor:  # (B, ...)
-    """Apply a function to the gathered scores of all processes, and return this process's slice of the result."""
+    """Apply a function to the gathered scores of all processes, and return this process's slice of the result.
+
+    Every process must call this function.
+    """
     first = next(iter(scores.values()))
     device = state.accelerator.device
     size = state.settings.images_per_prompt * first[0].numel()
@@ -234,7 +238,8 @@ def anchored_images(
     """Select the images to which the anchor's penalty applies, a share `anchor_share` of the images of all processes.
 
     These have the largest differences between the win rate by the trained reward and the mean win rate by the other
-    rewards. An image's win rate is the share of the other images of its group that score lower.
+    rewards. An image's win rate is the share of the other images of its group that score lower. Every process must call
+    this function.
     """
     if state.settings.anchor_share >= 1:
         return None

@@ -34,8 +34,8 @@ def replay_transitions(
 ) -> tuple[tuple[Tensor, ...], Tensor | None]:  # statistics (m, ...), and penalty (m,) or None
     """Call the method's `replay`, and return the transition statistics and the anchor's penalty.
 
-    If a run has images of several sizes, the policy's resolution is first set to the size of these images. Raises
-    InputError if `replay` returns anything else, or writes into the trajectories.
+    If a run has images of several sizes, the policy's resolution is set to that of these images first, and not restored.
+    Raises InputError if `replay` returns anything else, or writes into the trajectories.
     """
     count = len(image_index)
     sizes = context.trajectories.sizes
@@ -203,7 +203,7 @@ def chunk_groups(
     context: ReplayContext,  # its trajectories give the prompt of every image
     update_batch: UpdateBatch,  # of N chunk samples
 ) -> Tensor:  # (N,) long
-    """Return a group number for each chunk sample, equal if prompt and chunk number are equal."""
+    """Return a group number for each chunk sample; two of them are equal exactly if prompt and chunk number are equal."""
     return (
         context.trajectories.prompt_index[update_batch.chunk_image]
         * (int(update_batch.chunk.max()) + 1)
@@ -239,7 +239,8 @@ def _objective_slopes(
 ) -> Tensor:  # (N, ...), of the statistic's shape
     """Compute the derivative of each chunk sample's objective with respect to its mean statistic.
 
-    Raises InputError if the method's `objective` is malformed, or drops the gradient although an advantage is not 0.
+    Raises InputError if the method's `objective` is malformed, or if its first call in a run drops the gradient although an
+    advantage is not 0.
     """
     with torch.enable_grad():
         statistic = terms.statistic.detach().requires_grad_()
@@ -498,7 +499,7 @@ def accumulate_gradients(
         chunk_advantage = chunk_advantage * weight
         weight = None
 
-    # With `compile`, these passes have a graph but no backward pass, for which processes would wait outside `sync(False)`.
+    # With `compile`, these passes have a graph but no backward pass; outside `sync(False)`, DDP would expect one.
     with sync(False):
         coefficients = gradient_coefficients(
             context=context,

@@ -117,12 +117,8 @@ def is_integer_tensor(
     value: object,  # what a hook returned
     dimensions: int,  # required number of dimensions
 ) -> bool:
-    """Return True if the value is an int32 or int64 tensor with the required number of dimensions."""
-    return (
-        isinstance(value, Tensor)
-        and value.dtype in (torch.int64, torch.int32)
-        and value.ndim == dimensions
-    )
+    """Return True if the value is an int64 tensor with the required number of dimensions."""
+    return isinstance(value, Tensor) and value.dtype == torch.int64 and value.ndim == dimensions
 
 
 def check_partition(
@@ -181,7 +177,8 @@ def check_selected_chunks(
 ) -> None:
     """Raise InputError unless `select_chunks` returned an integer tensor (B, k) of chunk numbers, 0 to K - 1.
 
-    The number -1 stands for no chunk. Once a method has passed, later calls for it return without checking.
+    The number -1 stands for no chunk, and at least one number must not be -1. Once a method has passed, later calls for it
+    return without checking.
     """
     if "select_chunks" in method.checked:
         return

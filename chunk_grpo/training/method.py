@@ -79,7 +79,10 @@ class Method:
     iteration = 0
 
     def __init__(self, settings: Settings):
-        """Create the options, noise levels, window, sharing, chunker and surrogate that the settings name."""
+        """Create the options, noise levels, window, sharing, chunker and surrogate that the settings name.
+
+        Raises InputError if one of them is invalid.
+        """
         # names of the hooks whose first return value has been checked
         self.checked: set[str] = set()
         # True: the class has chunks of its own, which replace those of the setting `chunks`
@@ -115,9 +118,10 @@ class Method:
             }
 
     def generator(self) -> torch.Generator:
-        """Return a generator of random numbers that depends only on the seed of the run and on the iteration.
+        """Return a new generator of random numbers that depends only on the seed of the run and on the iteration.
 
-        A method that draws from it gets the same numbers in every process, and also after a run was resumed.
+        A method that draws from it gets the same numbers in every process, and also after a run was resumed. A second call
+        in the same iteration returns a generator of the same numbers.
         """
         digest = hashlib.sha256(f"{self.settings.seed}/{self.iteration}/method".encode()).digest()
         return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
@@ -173,8 +177,9 @@ class Method:
     ) -> Tensor:
         """Compute the advantage of each image from the scores of all P groups of an iteration, G images per group.
 
-        Returns a tensor of the scores' shape. With `credit_of: all-gains`, a row holds the gains of all chunks of a
-        group's images instead of G scores.
+        Returns a tensor of the scores' shape. With `credit_of: gain`, training calls this function once per chunk, with the
+        gains of that chunk as scores. With `credit_of: all-gains`, a row holds the gains of all chunks of a group's images
+        instead of G scores.
         """
         settings = self.settings
         shape = next(iter(scores.values())).shape
@@ -193,7 +198,11 @@ class Method:
         self,
         profile: Tensor,  # (n,), mean relative distance of each trainable step
     ) -> Chunks:  # their sizes add up to n
-        """Divide the n trainable steps into chunks of consecutive steps; the transitions of a chunk share one ratio."""
+        """Divide the n trainable steps into chunks of consecutive steps; the transitions of a chunk share one ratio.
+
+        Checks and plans, which have no measured profile, call this function with an invented one. Raises InputError if the
+        chunks of the setting, or of a user's chunker, do not add up to n.
+        """
         rule = self.settings.chunk_rule
         if self.chunker is not None:
             returned = self.chunker(profile)
@@ -271,8 +280,9 @@ class Method:
         """Return the weight of each transition in the objective; 0 for transitions that are not trained.
 
         The setting `step_weights` is one (no weights), a name in `surrogates.STEP_WEIGHTS` such as noise, or chunk
-        sizes. The mean weight over all transitions that any window reaches is 1. Raises InputError if the chunk sizes
-        in `step_weights` do not add up to the number of trainable steps.
+        sizes. The weights of a name have a mean of 1 over the transitions that have noise without a `window`; those of chunk
+        sizes have a mean of 1 over the trainable steps. Raises InputError if the chunk sizes do not add up to the number of
+        trainable steps, or if a name requires noise in a transition without it.
         """
         weighting = self.settings.step_weights
         trainable_steps = self.trainable_steps(sampler)
@@ -703,9 +713,8 @@ def mean_iteration_counts(method: "Method") -> IterationCounts:
 def check_settings_of_method(method: "Method") -> None:
     """Raise InputError if the settings do not suit the method.
 
-    These are its required settings, the group size, `drop_flat_groups`, reference decays, credit and anchor.
-
-    `check_sampled_steps` checks the transitions.
+    Checks its required settings, the group size, `sharing`, `drop_flat_groups`, the reference decays, `credit` and
+    `anchor`; `check_sampled_steps` checks the transitions.
     """
     settings = method.settings
     for name, value in method.required_settings.items():
@@ -788,7 +797,8 @@ def _check_gains_of_seeds(
 def check_sampled_steps(method: "Method") -> None:
     """Raise InputError unless every iteration has trainable steps, with noise if the method takes ratios of densities.
 
-    The chunks and step weights must fit these steps too. Only the iterations of `iterations_to_check` are checked.
+    The chunks and step weights must fit these steps too. With `shared_noise`, at least one transition must have noise, or
+    all images of a prompt would be the same. Only the iterations of `iterations_to_check` are checked.
     """
     settings = method.settings
     for iteration in iterations_to_check(method):

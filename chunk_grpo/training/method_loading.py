@@ -18,6 +18,7 @@ from torch import Tensor
 
 import chunk_grpo
 from .. import InputError
+from ..core import machine
 from ..core.settings import METHODS, Settings
 from ..core.imports import import_callable
 from ..theory.chunks import Chunks, parse_chunk_numbers
@@ -74,6 +75,8 @@ def call_user_code(
     """
     try:
         return function(*arguments)
+    except machine.Terminated:  # SIGTERM, a SystemExit that is not the user's
+        raise
     except (Exception, SystemExit) as error:
         # Find the frames in the user's own files: neither in this package nor in an installed one.
         user_frames = [
@@ -138,8 +141,8 @@ def _make_method(
 ) -> Method:
     """Create the method from the class that the setting `method` names.
 
-    Raises InputError if the object is not a concrete subclass of Method, if its constructor takes other arguments than
-    the settings, or if it does not call `Method.__init__`.
+    Raises InputError if the object is not a concrete subclass of Method, if its constructor fails or takes other arguments
+    than the settings, or if it does not call `Method.__init__`.
     """
     if not (isinstance(method_class, type) and issubclass(method_class, Method)):
         raise InputError(

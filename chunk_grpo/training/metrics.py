@@ -7,6 +7,7 @@ __all__ = ['IMAGE_TRACKERS', 'above_base_metrics', 'check_method_metrics', 'coll
            'tracker_values', 'log_eval_samples']
 
 # %% ../../nbs/07_training/13_metrics.ipynb #7316112d
+import itertools
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -19,6 +20,7 @@ from PIL import Image
 from torch import Tensor
 
 from .. import InputError
+from ..core import machine
 from chunk_grpo.core.files import (
     MetricsLine,
     append_json_line,
@@ -37,7 +39,7 @@ from chunk_grpo.models.inputs import (
 )
 from ..rewards import rewards
 from ..rewards.images import IMAGE_STATISTICS
-from .groups import Rollout
+from .groups import Rollout, raise_together
 from .state import TrainingState
 from .update import Update
 from .rollout import sample_images
@@ -54,6 +56,8 @@ def above_base_metrics(
     """Compute how much higher the policy scores than the base on the same prompts, from the same noise.
 
     The result has the keys above_base_mean, above_base_se, and above_base_<reward>, above_base_<reward>_se of each reward.
+    `above_base_mean` is the weighted sum over the rewards; a single reward has the weight 1. Every process must call this
+    function.
     """
     settings = state.settings
 
@@ -173,7 +177,7 @@ def _gather_measurements(
 
 
 def collect_metrics(
-    state: TrainingState,
+    state: TrainingState,  # whose `iteration` includes the finished iteration already
     rollout: Rollout,  # of the finished iteration
     update: Update,  # the iteration's optimizer steps
     base: dict[str, Tensor] | None = None,  # scores of the base, of `score_base`; None: no baseline
@@ -181,7 +185,7 @@ def collect_metrics(
     """Collect the metrics of a finished iteration over all processes, each of which must call this function.
 
     `reward_mean` and `reward_se` are those of the first reward in `reward`; `reward_std` is the standard deviation within a
-    group of the combined reward, see `combine_rewards`.
+    group of the combined reward, see `combine_rewards`. Raises InputError if the method's `metrics` are malformed.
     """
     settings = state.settings
     method = state.method
@@ -303,12 +307,14 @@ def evaluate_held_out(
     if state.ema is not None:
         trainable.swap_weights(policy.trained, state.ema.shadow_params)
 
-    metrics = {}
-    for arm in splits:
-        for name, reward in state.rewards.items():
-            local_scores = []
+    # Score all images before the processes exchange scores, so that all of them learn whether it failed.
+    local_scores: dict[tuple[str, str], list[float]] = {}  # (arm, reward) -> scores
+    error = None
+    try:
+        for arm, (name, reward) in itertools.product(splits, state.rewards.items()):
+            local_scores[arm, name] = []
             if local_images:
-                local_scores = rewards.score_images(
+                local_scores[arm, name] = rewards.score_images(
                     name=name,
                     reward=reward,
                     images=images[arm][: len(local_images)],
@@ -316,7 +322,16 @@ def evaluate_held_out(
                     records=records,
                     groups=[p for p, _ in local_images],
                 ).tolist()
-            pairs = gather_object(list(zip(local_images, local_scores, strict=True)))
+    except machine.Terminated:
+        raise
+    except (Exception, SystemExit) as scoring_error:  # a reward may have called sys.exit
+        error = scoring_error
+    raise_together(state, error)
+
+    metrics = {}
+    for arm in splits:
+        for name in state.rewards:
+            pairs = gather_object(list(zip(local_images, local_scores[arm, name], strict=True)))
             scores = dict(pairs)
             by_prompt = torch.tensor([scores[image] for image in all_images])
             means = by_prompt.reshape(-1, settings.eval_images).mean(1)
@@ -334,7 +349,10 @@ def _save_samples(
     local_images: Sequence[tuple[int, int]],  # (prompt's position, image's number) of this process
     prompts: Sequence[str],  # of these images
 ) -> None:
-    """Write up to eight images of each process to a folder such as samples/000020, with a manifest of all files."""
+    """Write up to eight images of each process to a folder such as samples/000020, with a manifest of all files.
+
+    If a prompt edits an image, that image is written too. Every process must call this function.
+    """
     folder = state.run / "samples" / f"{state.iteration:06d}"
     make_folders(folder)
     records = []

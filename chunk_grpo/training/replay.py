@@ -45,7 +45,10 @@ class ReplayContext:
         self,
         name: str,  # of the reference weights
     ) -> Iterator[None]:
-        """Within this context, let the policy use these reference weights without gradient; then restore its own."""
+        """Within this context, let the policy use these reference weights without gradient; then restore its own.
+
+        Both sets of weights are exchanged in place, so these contexts cannot be nested.
+        """
         # A SIGTERM in the middle of a swap would leave a mixture of weights, which a checkpoint might then store.
         with defer_sigterm() as interruptible:
             swap_weights(self.policy.trained, self.reference_weights[name])

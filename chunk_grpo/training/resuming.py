@@ -35,7 +35,10 @@ def last_checkpoint_folder(state: TrainingState) -> Path:
 
 
 def save_checkpoint(state: TrainingState) -> Path:  # its folder
-    """Write a checkpoint of the last finished iteration; every process must call this function."""
+    """Write a checkpoint of the last finished iteration, and remove older ones that the settings do not keep.
+
+    If weights are sharded, every process must call this function; otherwise only the first process writes anything.
+    """
     settings = state.settings
     sharded = state.policy.sharded
     if sharded or state.accelerator.is_main_process:
@@ -235,8 +238,9 @@ def check_weights_are_finite(state: TrainingState) -> None:
 def save_final_weights(state: TrainingState) -> None:
     """Write the trained weights (or their moving average) to `final/` in diffusers' layout.
 
-    Every process must call this function. If the folder held other weights, their evaluation is removed.
-    Raises InputError if a weight is infinite or NaN.
+    Every process must call this function. If the folder held other weights, their evaluation is removed. The policy keeps
+    the weights that were written. If they were sharded, its transformer is then the gathered network in the first process
+    and None in the others. Raises InputError if a weight is infinite or NaN.
     """
     if state.ema is not None:
         state.ema.copy_to(state.policy.trained)

@@ -46,7 +46,7 @@ class ImageKey(NamedTuple):
     """Identify one image of a run, and thereby its random numbers."""
 
     seed: int  # of the run
-    iteration: int  # of the run, from 0
+    iteration: int  # of the run, from 0; -1: the image is not used in training
     prompt: int  # position in the list of prompts; -1: shared by all prompts
     generation: int  # the image's number in its group, 0 ... G - 1; -1: shared by the group
 
@@ -130,12 +130,15 @@ class RolloutOptions:
 class Trajectories:
     """Hold the trajectories of the B images that a process samples in an iteration; images of a group are adjacent."""
 
-    latents: Tensor  # (B, T+1, S, C), from noise to image, in the storage dtype
-    log_probs: Tensor  # (B, n), log-probabilities of the n stochastic transitions, from the rollout
+    # (B, T+1, S, C), from noise to image, in the storage dtype; smaller images are padded with zeros to S tokens
+    latents: Tensor
+    # (B, n), log-probabilities of the n stochastic transitions from the rollout, as `Sampler.log_prob` returns them: means
+    # over the latent dimensions
+    log_probs: Tensor
     prompt_index: Tensor  # (B,) index of the image's prompt in the conditioning
     keys: Sequence[ImageKey]  # of each image
     sampler: Sampler  # with which the images were sampled, of T steps
-    # of each image, equal sizes adjacent; None: all images have the policy's resolution
+    # side length or (height, width) of each image, pixels; equal sizes adjacent; None: all have the policy's resolution
     sizes: Sequence[int | tuple[int, int]] | None = None
     lengths: Tensor | None = None  # (B,) long, tokens of each image; None: all have S tokens
 
@@ -155,7 +158,7 @@ class Trajectories:
         image_index: Tensor,  # positions of images of the same size, a tensor of any shape
         step: int | Tensor,  # position in the trajectory, 0 ... T; broadcast to `image_index`
     ) -> Tensor:  # (..., S, C), where S is the number of tokens of this size
-        """Return the latents of images of the same size before the given steps, without padding; T: the final ones."""
+        """Return the latents before the given steps, without padding; step T, or -1, gives the final latents."""
         latents = self.latents[image_index, step]
         if self.lengths is None:
             return latents
@@ -179,7 +182,10 @@ class Trajectories:
 
     @cached_property
     def distance(self) -> Tensor:  # (B, T)
-        """Compute how far each transition moves an image's latents: the relative distance of equation (15)."""
+        """Compute how far each transition moves an image's latents: the relative distance of equation (15).
+
+        Raises InputError if a distance is not finite.
+        """
         if self.lengths is None:
             return relative_distance(self.latents.float())
         distances = []
@@ -345,7 +351,7 @@ def sample_sde(
     latents: Tensor,  # (B, S, C), the initial noise
     keys: Sequence[ImageKey],  # of each image
     options: RolloutOptions,  # with a sampler of T steps, n of them stochastic
-    # (B, S, C) velocity at the first step, if it is known already; None: compute it
+    # (B, S, C) velocity at the first step, if it is known already; None: compute it; ignored with a `noise_owner`
     first_velocity: Tensor | None = None,
     # velocities keyed by (step, seed, iteration, prompt, state), shared between batches; None: no cache
     velocity_cache: dict[tuple, Tensor] | None = None,
@@ -473,7 +479,7 @@ def sde_batches(
     prompt_index: Tensor,  # (B,) index of each image's prompt in the conditioning
     keys: Sequence[ImageKey],  # of each image
     options: RolloutOptions,  # with a sampler of T steps, n of them stochastic
-    # of each image, equal sizes adjacent; None: all images have the policy's resolution
+    # side length or (height, width) of each image, pixels; equal sizes adjacent; None: all have the policy's resolution
     sizes: Sequence[int | tuple[int, int]] | None = None,
 ) -> Iterator[tuple[Tensor, Tensor]]:  # latents (b, T+1, S, C), log-probabilities (b, n)
     """Sample images with `sample_sde`, and yield the trajectories and log-probabilities of each batch.
@@ -517,7 +523,7 @@ def sample_trajectories(
     options: RolloutOptions,
     # called with the final latents (b, S, C) of every batch
     on_batch: Callable[[Tensor], None] = lambda final: None,
-    # of each image, equal sizes adjacent; None: all images have the policy's resolution
+    # side length or (height, width) of each image, pixels; equal sizes adjacent; None: all have the policy's resolution
     sizes: Sequence[int | tuple[int, int]] | None = None,
 ) -> Trajectories:
     """Sample images with the SDE (7) in batches, and return all their trajectories (11)."""
@@ -686,8 +692,9 @@ def sample_images(
     # of each image to sample: (position of its prompt in the list, index among its prompt's images)
     image_indices: list[tuple[int, int]],
     seed: int,  # of the noise, such as the setting `eval_seed`
-    steps: int = 50,  # Euler steps of the ODE
-    split: int | None = None,  # step from which on the base's weights are used; None: never
+    steps: int = 50,  # Euler steps of the ODE; ignored with a `sampler`
+    split: int
+    | None = None,  # step from which on the base's weights are used; None: never, 0: in all steps
     batch: int = 16,  # images per forward pass
     sampler: Sampler | None = None,  # to sample as in training; None: follow the ODE
     # dtype to which latents are rounded after each transition, with a `sampler`
@@ -695,8 +702,9 @@ def sample_images(
 ) -> Tensor:  # (B, 3, H, W) in [0, 1], on the CPU
     """Sample images of held-out prompts, from noise that depends only on the seed, the prompt and the image's number.
 
-    Without a `sampler` the images follow the ODE; with one they are sampled as in a rollout, and `split` must be 0 or
-    None. Raises InputError if an image has no prompt, or if `split` does not fit the steps or the sampler.
+    Resolution and guidance are those of the policy. Without a `sampler` the images follow the ODE; with one they are
+    sampled as in a rollout, and `split` must be 0 or None. Raises InputError if `image_indices` is empty, if an image has
+    no prompt, or if `split` does not fit the steps or the sampler.
     """
     # No training iteration has the number -1, so these keys differ from all keys of training.
     keys = [ImageKey(seed, -1, *index) for index in image_indices]

@@ -89,7 +89,7 @@ class TrainingState:
     def averaged_weights(self) -> dict[str, list[Tensor]]:
         """Return the moving average, if there is one, and the method's reference weights, as a checkpoint names them.
 
-        The keys are "ema", and "reference_NAME" for each reference.
+        The keys are "ema", and "reference_NAME" for each reference. The tensors are not copies.
         """
         weights = {"ema": self.ema.shadow_params} if self.ema else {}
         # Without the prefix, a reference named "ema" or "weights" would replace another group of the checkpoint.
@@ -284,8 +284,8 @@ def prepare_state(
 ) -> TrainingState:  # without policy and optimizer
     """Check the settings, and load everything that a run needs except its weights: method, prompts and rewards.
 
-    Raises InputError if a check fails; rewards with their own process are closed in that case. Every process of the run
-    must call this function.
+    Also sets torch's number of threads, unless `threads` is 0. Every process of the run must call this function. Raises
+    InputError if a check fails, after it has closed the rewards with their own process; otherwise the caller closes them.
     """
     tracker = None if settings.tracker == "none" else settings.tracker
     _check_packages(settings)
@@ -373,7 +373,11 @@ def _encode_needed_prompts(
 def load_policy_and_optimizer(
     state: TrainingState,
 ) -> TrainingState:  # the same object, now with policy and optimizer
-    """Load the trainable policy, encode the prompts, create optimizer and averaged weights, and set them in the state."""
+    """Load the trainable policy, encode the prompts, create optimizer and averaged weights, and set them in the state.
+
+    Every process of the run must call this function. Raises InputError if the model cannot be loaded, or cannot be trained
+    with these settings.
+    """
     settings = state.settings
     sizes = setting.training_sizes(settings)
     names = (

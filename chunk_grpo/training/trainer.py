@@ -39,8 +39,10 @@ from .update import update_policy
 def train_iteration(state: TrainingState) -> dict:  # the iteration's metrics
     """Run one iteration: sample and score groups, update the policy, and return the line of metrics, keyed by metric.
 
-    The line includes scores of held-out prompts if an evaluation is due. The caller writes the line and the checkpoint.
-    Every process must call this function. Raises InputError if an advantage or a log-probability is infinite or NaN.
+    The line includes scores of held-out prompts if an evaluation is due. Adds 1 to `state.iteration`, and writes
+    profile.json if the profile is due and samples/ if an evaluation is; the caller writes the line and the checkpoint.
+    Every process must call this function. Raises ScoringFailed if images could not be scored, and InputError if an
+    advantage or a log-probability is infinite or NaN.
     """
     settings = state.settings
     start = time.perf_counter()
@@ -71,11 +73,15 @@ def train_iteration(state: TrainingState) -> dict:  # the iteration's metrics
 
     # An evaluation takes as long as an iteration, so it runs only every few iterations and at the end.
     line = collect_metrics(state=state, rollout=rollout, update=update, base=base)
+    failure = None
     if state.iteration == settings.iterations or (
         settings.eval_every and state.iteration % settings.eval_every == 0
     ):
-        with count_seconds(rollout.seconds, "evaluate"):
-            line |= evaluate_held_out(state)
+        try:
+            with count_seconds(rollout.seconds, "evaluate"):
+                line |= evaluate_held_out(state)
+        except ScoringFailed as scoring_failure:
+            failure = scoring_failure
 
     # Reports read the profile without a model.
     if profile and state.accelerator.is_main_process:
@@ -86,11 +92,15 @@ def train_iteration(state: TrainingState) -> dict:  # the iteration's metrics
     # The state holds these totals, so a resumed run continues them.
     state.seconds += time.perf_counter() - start
     state.cpu_seconds += time.process_time() - cpu_start
-    return line | {
+    line |= {
         "seconds": dict(rollout.seconds),
         "seconds_total": state.seconds,
         "seconds_cpu_total": state.cpu_seconds,
     }
+    if failure is not None:
+        failure.line = line
+        raise failure
+    return line
 
 # %% ../../nbs/07_training/17_trainer.ipynb #3ed97d9a
 def train_run(
@@ -101,8 +111,9 @@ def train_run(
 ) -> None:
     """Train a policy from the base or from the newest intact checkpoint, and write its weights to `final/`.
 
-    Every process of the run must call this function. Raises InputError if the settings, a checkpoint or the training
-    fails a check.
+    Every process of the run must call this function; it destroys their process group at the end. Raises InputError if the
+    settings, a checkpoint or the training fails a check. Before it raises Terminated after SIGTERM, or the error of a
+    reward that could not score an iteration's images, it writes a checkpoint of the last finished iteration.
     """
     state = prepare_state(settings, Path(run))
     log = log if state.accelerator.is_main_process else lambda text: None
@@ -121,7 +132,6 @@ def train_run(
         load_policy_and_optimizer(state)
         resume(state, log)
         announce("on_train_begin")
-        base = {} if state.iteration else {"iteration": 0, **evaluate_held_out(state)}
 
         def finish_iteration(line: dict) -> None:
             """Announce a line of metrics, and write a checkpoint if one is due or if a callback stops the run."""
@@ -154,24 +164,31 @@ def train_run(
                     log(f"{reason}; the checkpoint of iteration {state.iteration} is written")
                     announce("on_save", folder)
 
-        if base:
-            finish_iteration(base)
+        failure = None
         try:
+            if not state.iteration:
+                finish_iteration({"iteration": 0, **evaluate_held_out(state)})
             with machine.defer_sigterm():
                 while state.iteration < settings.iterations:
                     finish_iteration(train_iteration(state))
         except machine.Terminated:
             save_interrupted("interrupted")
             raise
-        except ScoringFailed as failure:
+        except ScoringFailed as scoring_failure:
+            failure = scoring_failure
+        if failure is not None:
             try:
+                if failure.line is not None:
+                    log(f"warning: the evaluation after iteration {state.iteration} failed")
+                    announce("on_log", failure.line)
                 save_interrupted("scoring failed")
             except Exception as error:  # it must not hide why scoring failed
                 log(
                     f"warning: no checkpoint of iteration {state.iteration} could be written: {error}"
                 )
-            state.accelerator.wait_for_everyone()  # all processes write sharded weights
-            raise failure.error from None
+            # Once one process ends, the launcher ends the others, which may still be writing.
+            state.accelerator.wait_for_everyone()
+            raise failure.error
         save_final_weights(state)
         announce("on_train_end")
     state.accelerator.wait_for_everyone()

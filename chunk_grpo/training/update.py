@@ -102,8 +102,8 @@ def build_update_batches(
     """Build the update batch of each update, and count the chunk samples by which the sum of its objective is divided.
 
     Returns one batch and one count per update. The count includes the images that `drop_flat_groups` leaves out, and is
-    the mean over processes; it is None if all processes have equally many chunk samples. Raises InputError if the
-    method's chunks, selected chunks or weights are malformed.
+    the mean over processes; it is None if all processes have equally many chunk samples. Every process must call this
+    function. Raises InputError if the method's chunks, selected chunks or weights are malformed.
     """
     settings = state.settings
     method = state.method
@@ -193,7 +193,7 @@ def check_weights_have_gradients(
 
 
 def average_adapter_gradients(state: TrainingState) -> None:
-    """Average the gradients of an adapter over all processes, in place.
+    """Average the gradients of an adapter over all processes, in place; every process must call this function.
 
     For an adapter over a sharded base nothing else does this, because torch's FSDP2 does not cover the adapter.
     """
@@ -234,8 +234,9 @@ def scheduled_learning_rate(
 def step_optimizer(state: TrainingState) -> float:  # norm of the gradients, before clipping
     """Clip the gradients, take an optimizer step unless their norm is infinite or NaN, and return the norm.
 
-    All processes have the same gradients, or compute the norm over all shards, so either all of them take the step
-    or none does. With `dtype` float16 the gradients are unscaled first, and a skipped step halves the loss scale.
+    A step also updates the moving average of the weights, if there is one. All processes have the same gradients, or compute
+    the norm over all shards, so either all of them take the step or none does. With `dtype` float16 the gradients are
+    unscaled first, and a skipped step halves the loss scale.
     """
     if state.scaler is not None:
         state.scaler.unscale_(state.optimizer)
@@ -288,7 +289,8 @@ def update_policy(
 ) -> Update:
     """Take the iteration's optimizer steps, then update the reference weights that the method keeps.
 
-    If every step was skipped because its gradients were infinite or NaN, the reference weights stay as they are.
+    If every step was skipped because its gradients were infinite or NaN, the reference weights stay as they are. Every
+    process must call this function. Raises InputError if a hook of the method returns malformed values.
     """
     settings = state.settings
     accelerator = state.accelerator
@@ -316,7 +318,7 @@ def update_policy(
     # The first update is on-policy, so only the later ones need transition statistics from before it.
     old_stats = [None]
     ratio_errors = []
-    # Some of these passes have a graph but no backward pass, for which processes would wait outside `sync(False)`.
+    # Some of these passes have a graph but no backward pass; outside `sync(False)`, DDP would expect one.
     with sync(False):
         for update_batch in update_batches[1:]:
             old_stats.append(
