@@ -34,7 +34,10 @@ TrustOption = Annotated[
     typer.Option("--trust", help="Load and run the code that a run from another machine names."),
 ]
 RunProcessesOption = Annotated[
-    int, typer.Option(min=0, max=1000, help="Number of processes; 0: as many as the run had.")
+    int,
+    typer.Option(
+        min=0, max=1000, help="Number of processes; 0: the run's, if this machine has room."
+    ),
 ]
 ProcessesOption = Annotated[
     int | None,

@@ -166,6 +166,8 @@ def train(
         launch.check_launcher()
         if resume and run_folder.holds_run(folder):
             processes = default_sampling_processes(folder)
+            while run_settings.prompts_per_iteration % processes:
+                processes -= 1
         else:
             references = len(load_method(run_settings).reference_decays)
             processes = choose_processes(run_settings, source, references)

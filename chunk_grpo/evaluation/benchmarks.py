@@ -669,6 +669,10 @@ def score_benchmark(
     task.check_inputs(inputs)
     rewards.check_prompts(scorers or {}, task.prompts, "`benchmark`", task.records or None)
     for arm, folder in arms.items():
+        if not re.fullmatch(r"\w[\w.-]*", arm):  # it becomes the name of files
+            raise InputError(
+                f"a name in `images` must consist of letters, digits, dots and hyphens; got {arm!r}"
+            )
         missing = task.missing_images(folder)
         if missing:
             raise InputError(

@@ -153,8 +153,9 @@ def _prompt_categories(
     first_indices = _first_index_of_prompt(records, name)
     categories = {}
     for record in records:
-        if name in record["category"]:
-            categories[first_indices[record["prompt_index"]]] = record["category"][name]
+        category = record.get("category", {})
+        if name in category:
+            categories[first_indices[record["prompt_index"]]] = category[name]
     return [categories[index] for index in sorted(categories)]
 
 
@@ -175,8 +176,9 @@ def category_means(
     """Compute the mean score over the images of each category, as in the columns of GenEval's table."""
     groups: dict[str, list[float]] = {}
     for record in records:
-        if record["arm"] == arm and name in record["category"]:
-            groups.setdefault(record["category"][name], []).append(record["scores"][name])
+        category = record.get("category", {})
+        if record["arm"] == arm and name in category:
+            groups.setdefault(category[name], []).append(record["scores"][name])
     return {category: float(np.mean(scores)) for category, scores in groups.items()}
 
 # %% ../../nbs/10_evaluation/02_evaluate.ipynb #9bc58caa

@@ -321,7 +321,7 @@ class LocalServer:
             is_lost = (
                 isinstance(error, client.TransientError)
                 and self.child
-                and "no answer within" not in str(error)
+                and not str(error).startswith(("no answer within", "status "))
             )
             reported = error
             if is_lost:  # how the process ended says more than the connection's error

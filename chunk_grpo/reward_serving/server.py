@@ -550,7 +550,9 @@ def run_reward_server(
     try:
         addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         family, socket_type, protocol, _, address = addresses[0]
-        if not token and not ipaddress.ip_address(address[0]).is_loopback:
+        # The server listens on all addresses of the host name.
+        is_local = all(ipaddress.ip_address(found[4][0]).is_loopback for found in addresses)
+        if not token and not is_local:
             raise ValueError(
                 f"`token` must be set for a server at {host}, because other machines can reach it"
             )

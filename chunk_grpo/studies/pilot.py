@@ -496,10 +496,10 @@ def plan_table(
 ) -> pd.DataFrame:
     """Compute from the tuning results of a study how many seeds each arm needs, and the power of the planned seeds.
 
-    There is a row per arm in `tuning_difference_sd`. The columns are relative_sd, seeds (the study's `seeds`), and `needed`
-    and `power` at the smallest effect of interest; both again, with the suffix ", corrected", divide the level 0.05 by the
-    number of rows. `needed` is missing (None or nan) if it is above 2000. The table is empty if the reference was not tuned,
-    or if the study names no smallest effect.
+    There is a row per arm in `tuning_difference_sd`. The columns are relative_sd, seeds (those that the arm and the
+    reference share), and `needed` and `power` at the smallest effect of interest; both again, with the suffix ", corrected",
+    divide the level 0.05 by the number of rows. `needed` is missing (None or nan) if it is above 2000. The table is empty if
+    the reference was not tuned, or if the study names no smallest effect.
     """
     study = load_study(source)
     tuned = read_tuned(find_study_folder(source))
@@ -507,10 +507,13 @@ def plan_table(
     if study.reference not in tuned or not effect:
         return pd.DataFrame()
     spread = tuning_difference_sd(tuned, study.reference).relative_sd
-    table = pd.DataFrame({"relative_sd": spread, "seeds": study.seeds})
+    seeds_of_reference = len(study.seeds_of(study.reference))
+    seeds = [min(len(study.seeds_of(arm)), seeds_of_reference) for arm in spread.index]
+    table = pd.DataFrame({"relative_sd": spread, "seeds": seeds}, index=spread.index)
     for suffix, tests in (("", 1), (", corrected", max(len(spread), 1))):
         table[f"needed{suffix}"] = [seeds_needed(sd, effect, tests=tests) for sd in spread]
         table[f"power{suffix}"] = [
-            paired_power(effect / sd if sd else np.inf, study.seeds, 0.05 / tests) for sd in spread
+            paired_power(effect / sd if sd else np.inf, count, 0.05 / tests)
+            for sd, count in zip(spread, seeds, strict=True)
         ]
     return table
