@@ -1833,11 +1833,8 @@ def _parse_overrides(texts: Sequence[str]) -> dict[str, Any]:  # setting -> valu
     overrides=Mapping[str, Any] | Sequence[str],
 )
 def load_settings(
-    source: str
-    | Path
-    | Mapping
-    | Settings
-    | tuple[()] = (),  # file, preset, mapping or settings; (): all defaults
+    # file, preset, mapping or settings; (): all defaults
+    source: str | Path | Mapping | Settings | tuple[()] = (),
     overrides: Mapping | Sequence[str] = (),  # changes: a mapping, or strings `name=value`
     folder: Path = Path(),  # folder to search for the overrides' code files before the working one
 ) -> Settings:

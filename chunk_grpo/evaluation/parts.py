@@ -69,8 +69,8 @@ def score_prompt_images(
     images: torch.Tensor | Sequence[Image.Image],  # (B, 3, H, W) in [0, 1], or PIL images
     prompts: list[str],  # one per image
     scorers: Mapping[str, Callable],  # rewards, keyed by name
-    records: Sequence[Mapping]
-    | None = None,  # record of each image's prompt; None: {"prompt": prompt}
+    # record of each image's prompt; None: {"prompt": prompt}
+    records: Sequence[Mapping] | None = None,
     # index of each image's prompt; None: not known, so no reward may declare `groups`
     groups: Sequence[int] | None = None,
 ) -> list[dict]:  # per image: scores, category and objects, each keyed by the reward's name

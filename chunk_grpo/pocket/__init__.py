@@ -73,8 +73,8 @@ def read_pocket_manifest() -> dict:
 
 
 def verify_pocket_files(
-    folder: Path
-    | None = None,  # contains manifest.json and the files that it lists; None: POCKET_DIR
+    # contains manifest.json and the files that it lists; None: POCKET_DIR
+    folder: Path | None = None,
 ) -> int:  # number of files verified
     """Raise InputError unless every file that manifest.json lists exists and has the recorded SHA-256.
 

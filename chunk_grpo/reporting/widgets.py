@@ -178,8 +178,8 @@ def _boundary_sliders(
 def chunk_editor(
     profile: Mapping,  # as `read_run_profile` returns it: mean and std, (T,) each, and kind, such as "l1"
     chunks: str = "2,3,4,7",  # initial chunks: sizes, steps, whole, equal:SIZE or profile
-    transitions: int
-    | None = None,  # number of trained transitions, the first n; None: all but the last
+    # number of trained transitions, the first n; None: all but the last
+    transitions: int | None = None,
 ) -> SnapshotBox:  # its value is the last valid Chunks
     """Return a widget with a plot of a profile, in which the user types the sizes of chunks or moves their boundaries.
 

@@ -475,8 +475,8 @@ def train(
     node_rank: int = 0,  # index of this machine, from 0
     rendezvous: str = "",  # HOST:PORT of the first machine
     max_restarts: int = 0,  # how often several processes are restarted after one fails
-    on_made: Callable[[Path], object]
-    | None = None,  # called with the run folder as soon as it exists
+    # called with the run folder as soon as it exists
+    on_made: Callable[[Path], object] | None = None,
 ) -> Path:  # the folder of the finished run
     """Create or resume a run, train it in this process or start several that do, and return the run folder.
 

@@ -708,9 +708,8 @@ def _warn_of_rounding(
 
 def create_run(
     settings: Settings,  # settings of the run
-    out: str
-    | Path
-    | None = None,  # the folder; None: runs/run-001, or the next number that is free
+    # the folder; None: runs/run-001, or the next number that is free
+    out: str | Path | None = None,
     resume: bool = False,  # resume the run in the folder
     processes: int = 1,  # number of processes that will train it, over all machines
     nodes: int = 1,  # number of machines

@@ -97,9 +97,8 @@ def concordance(
 def agreement_p_value(
     theirs: Mapping[str, float],  # scores in a paper, keyed by method; higher is better
     ours: Mapping[str, float],  # our scores, keyed by method; higher is better
-    copied: Collection[
-        str
-    ] = (),  # methods whose scores the paper copied; a pair of two does not count
+    # methods whose scores the paper copied; a pair of two does not count
+    copied: Collection[str] = (),
     draws: int = 20_000,  # number of random permutations, if the two share more than eight methods
     seed: int = 0,  # seed of the random permutations
 ) -> float:
@@ -246,8 +245,8 @@ def method_scores(
         Mapping
     ],  # rows of finished runs; of two with the same arm and seed, the later one counts
     outcome: str = "pocket-geneval",  # reward whose gain is the score
-    arms: Mapping[str, Mapping]
-    | None = None,  # settings of the study's arms; None: arms are named as their methods
+    # settings of the study's arms; None: arms are named as their methods
+    arms: Mapping[str, Mapping] | None = None,
 ) -> dict[str, float]:  # mean gain over seeds, keyed by method; empty without rows
     """Compute a score for each method of a study.
 

@@ -210,9 +210,8 @@ def allowed_points(
     study: Study,
     points: Mapping[str, Sequence[dict]],  # points to check, keyed by arm
     choices: Mapping[str, Mapping] = {},  # best point of each arm, from `choose_settings`
-    log: Callable[
-        [str], None
-    ] = print,  # receives a line for each point that is replaced or dropped
+    # receives a line for each point that is replaced or dropped
+    log: Callable[[str], None] = print,
 ) -> dict[str, list[dict]]:  # valid points, keyed by arm; only arms that have any
     """Replace or drop the points whose settings are invalid.
 

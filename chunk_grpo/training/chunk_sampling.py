@@ -25,8 +25,8 @@ def sample_chunks(
     # "uniform": equal probabilities; "dynamics": weights (16) from each image's own latents; "profile": weights (16)
     # from `profile`
     weighting: str = "uniform",
-    allowed: Sequence[int]
-    | None = None,  # numbers, from 0, of the chunks that may be sampled; None: all
+    # numbers, from 0, of the chunks that may be sampled; None: all
+    allowed: Sequence[int] | None = None,
     uniform: float = 0.0,  # share of equal probabilities that is mixed into the weights (16), from 0 to 1
     temperature: float = 1.0,  # of the weights (16): above 1 flattens, below 1 sharpens them
     # mean distances (15), which the weighting "profile" requires: (T,), or (B, T) if all images have the same chunks

@@ -693,8 +693,8 @@ def sample_images(
     image_indices: list[tuple[int, int]],
     seed: int,  # of the noise, such as the setting `eval_seed`
     steps: int = 50,  # Euler steps of the ODE; ignored with a `sampler`
-    split: int
-    | None = None,  # step from which on the base's weights are used; None: never, 0: in all steps
+    # step from which on the base's weights are used; None: never, 0: in all steps
+    split: int | None = None,
     batch: int = 16,  # images per forward pass
     sampler: Sampler | None = None,  # to sample as in training; None: follow the ODE
     # dtype to which latents are rounded after each transition, with a `sampler`
