@@ -12,6 +12,7 @@ import pytest
 from chunk_grpo import InputError
 from chunk_grpo.cli import console, main, reports
 from chunk_grpo.core import settings
+from chunk_grpo.core.machine import Terminated
 from chunk_grpo.runs import launch, run_folder
 
 
@@ -98,7 +99,7 @@ def test_a_line_that_cannot_be_printed_ends_no_training(tmp_path, nobody):
     )
 
 
-@pytest.mark.parametrize(("error", "code"), [(KeyboardInterrupt(), 130), (SystemExit(143), 143)])
+@pytest.mark.parametrize(("error", "code"), [(KeyboardInterrupt(), 130), (Terminated(143), 143)])
 def test_ctrl_c_and_sigterm_say_how_to_go_on(monkeypatch, tmp_path, capfd, error, code):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "run.json").touch()

@@ -184,6 +184,5 @@ def export(
         typer.echo(f"uploaded: {exports.push_to_hub(exported, push_to_hub, private=not public)}")
     else:
         upload = shlex.join(["hf", "upload", f"NAME/{exported.name}", str(exported)])
-        typer.echo(
-            f"to share it, after reading the base's licence: {upload}; then name the repository in the card's code"
-        )
+        typer.echo(f"to share it, after reading the base's licence: {upload}")
+        typer.echo("then name the repository in the code of the card, README.md")
