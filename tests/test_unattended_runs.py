@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from chunk_grpo import InputError, export_run
 from chunk_grpo.cli import main
-from chunk_grpo.core import settings
+from chunk_grpo.core import files, settings
 from chunk_grpo.core.files import read_json, write_json
 from chunk_grpo.core.machine import TrainingFailed
 from chunk_grpo.evaluation.judge import parse_rating
@@ -238,3 +238,17 @@ def test_a_card_of_a_local_base_can_name_its_repository(tmp_path):
 def test_every_exit_code_is_explained():
     assert main.EXIT_CODES[RewardUnavailable.exit_code].startswith("a reward does not answer")
     assert InputError.exit_code in main.EXIT_CODES
+
+
+@pytest.mark.parametrize("has_successor", [False, True])
+def test_a_kill_between_two_renames_loses_no_folder(tmp_path, has_successor):
+    """The folder that was moved away gets its name back, unless the new one has taken the name."""
+    old = tmp_path / ".final.old.999999999.part"  # no process has this number
+    old.mkdir()
+    (old / "weights").write_text("old")
+    if has_successor:
+        (tmp_path / "final").mkdir()
+        (tmp_path / "final/weights").write_text("new")
+    files.remove_abandoned(tmp_path)
+    assert (tmp_path / "final/weights").read_text() == ("new" if has_successor else "old")
+    assert [entry.name for entry in tmp_path.iterdir()] == ["final"]

@@ -101,11 +101,12 @@ def remove_abandoned(
     folder: Path,  # the folder that holds the temporary files; its subfolders are not searched
     name: str = "",  # final name of the file or folder that was being written; empty: any
 ) -> None:
-    """Remove the temporary files and folders of `atomic_write` whose process has ended; restore a folder without successor.
+    """Remove the temporary files and folders of `atomic_write` whose process has ended.
 
+    If a process was killed before its new folder had its final name, the old folder gets that name back.
     A process of another machine or container counts as ended, so do not call this while one writes to the folder.
     """
-    name_pattern = re.escape(name) if name else ".+"
+    name_pattern = re.escape(name) if name else ".+?"
     pattern = re.compile(rf"\.{name_pattern}(\.old)?\.\d+\.part")
     entries = list(Path(folder).iterdir()) if Path(folder).is_dir() else []
     for entry in entries:

@@ -20,7 +20,6 @@ from PIL import Image
 from torch import Tensor
 
 from .. import InputError
-from ..core import machine
 from chunk_grpo.core.files import (
     MetricsLine,
     append_json_line,
@@ -39,7 +38,7 @@ from chunk_grpo.models.inputs import (
 )
 from ..rewards import rewards
 from ..rewards.images import IMAGE_STATISTICS
-from .groups import Rollout, raise_together
+from .groups import Rollout, fail_together
 from .state import TrainingState
 from .update import Update
 from .rollout import sample_images
@@ -309,8 +308,7 @@ def evaluate_held_out(
 
     # Score all images before the processes exchange scores, so that all of them learn whether it failed.
     local_scores: dict[tuple[str, str], list[float]] = {}  # (arm, reward) -> scores
-    error = None
-    try:
+    with fail_together(state):
         for arm, (name, reward) in itertools.product(splits, state.rewards.items()):
             local_scores[arm, name] = []
             if local_images:
@@ -322,11 +320,6 @@ def evaluate_held_out(
                     records=records,
                     groups=[p for p, _ in local_images],
                 ).tolist()
-    except machine.Terminated:
-        raise
-    except (Exception, SystemExit) as scoring_error:  # a reward may have called sys.exit
-        error = scoring_error
-    raise_together(state, error)
 
     metrics = {}
     for arm in splits:
