@@ -355,6 +355,25 @@ def test_a_users_method_whose_chunks_are_fewer_than_train_chunks_names_is_reject
         load_method(load_settings("pocket/demo", {"method": f"{tmp_path / 'mine.py'}:Mine"}))
 
 
+@pytest.mark.parametrize(
+    ("chunk_sizes", "depends"),
+    [("(1, 10, 1)", False), ("(6, 6) if profile[0] < profile[-1] else (4, 8)", True)],
+)
+def test_gains_need_chunks_that_do_not_depend_on_the_profile(tmp_path, chunk_sizes, depends):
+    """The gains of an iteration are measured before its profile, so both must see the same chunks."""
+    (tmp_path / "mine.py").write_text(
+        "from chunk_grpo.theory.chunks import Chunks\nfrom chunk_grpo.training.method import Method\n\n\n"
+        f"class Mine(Method):\n    def chunks(self, profile):\n        return Chunks({chunk_sizes})\n"
+    )
+    changes = {"method": f"{tmp_path / 'mine.py'}:Mine", "credit_of": "gain"}
+    chosen = load_settings("pocket/demo", changes)
+    if not depends:
+        load_method(chosen)
+        return
+    with pytest.raises(InputError, match="must return the same chunks for every profile"):
+        load_method(chosen)
+
+
 def test_chunks_of_each_image_and_named_chunks_exclude_each_other(policy, tmp_path):
     (tmp_path / "mine.py").write_text(
         "from chunk_grpo.theory.chunks import Chunks\nfrom chunk_grpo.training.method import Method\n\n\n"

@@ -17,6 +17,7 @@ from chunk_grpo.evaluation.judge import parse_rating
 from chunk_grpo.models import trainable
 from chunk_grpo.reward_serving.client import RewardUnavailable, TransientError, _parse_response
 from chunk_grpo.runs import launch, run_folder
+from chunk_grpo.training import credit_assignment
 
 FEW = {
     "reward": "tiny_rewards:broken_while",
@@ -58,6 +59,29 @@ def test_a_failed_reward_costs_only_the_iteration_in_flight(tmp_path, broken, te
     broken.unlink()
     resumed = launch.train(world / "s.yaml", tmp_path / "run", resume=True)
     assert metrics(resumed) == metrics(whole) and trained(resumed) == trained(whole)
+
+
+def test_completions_that_cannot_be_scored_cost_only_the_iteration_in_flight(
+    tmp_path, broken, monkeypatch
+):
+    """Credit per chunk scores further images after the rollout; the reward fails on those of the third iteration."""
+    world = write(tmp_path, **FEW | {"reward": "tiny_rewards:red", "method": "chunk-gain"})
+    score_images = credit_assignment.score_images
+
+    def score_unless_broken(**arguments):
+        if broken.exists():
+            raise ValueError("no ink is left")
+        return score_images(**arguments)
+
+    monkeypatch.setattr(credit_assignment, "score_images", score_unless_broken)
+
+    def break_after_two(line, settings):
+        if line["iteration"] == 2:
+            broken.write_text("")
+
+    with pytest.raises(TrainingFailed, match="no ink is left"):
+        launch.train(world / "s.yaml", tmp_path / "run", callbacks=[break_after_two])
+    assert [folder.name for folder in (tmp_path / "run/checkpoints").iterdir()] == ["000002"]
 
 
 def test_a_reward_that_fails_in_an_evaluation_costs_only_its_scores(tmp_path, broken):

@@ -242,15 +242,20 @@ def _check_attributes(method: Method) -> None:
             )
 
 
+def _rising_and_alternating_profiles(step_count: int) -> tuple[Tensor, Tensor]:
+    """Return two invented profiles (n,): one that rises, and one that rises and falls at every step."""
+    rising = torch.linspace(0.5, 1, step_count, dtype=torch.float64)
+    alternating = torch.tensor([0.5, 1.0], dtype=torch.float64).repeat(step_count)[:step_count]
+    return rising, alternating
+
+
 def _chunk_count_varies(
     chunker: Callable,  # the user's function of a profile
     count: int,  # number of chunks that it returns for a falling profile
     step_count: int,  # n, number of trainable steps
 ) -> bool:
     """Return True if a chunker returns another number of chunks for profiles that rise, or rise and fall, or rejects these."""
-    rising = torch.linspace(0.5, 1, step_count, dtype=torch.float64)
-    alternating = torch.tensor([0.5, 1.0], dtype=torch.float64).repeat(step_count)[:step_count]
-    for profile in (rising, alternating):
+    for profile in _rising_and_alternating_profiles(step_count):
         try:
             returned = chunker(profile)
             sizes = [*getattr(returned, "sizes", returned)]
@@ -319,6 +324,17 @@ def _check_chunks(
             f"must cover the {step_count} transitions that may be trained; it returned {chunks}, "
             f"which covers {chunks.transitions}",
         )
+    # The gains of an iteration's chunks are measured before its profile.
+    if method.overrides_chunks and method.settings.credit_of in ("gain", "all-gains"):
+        for other_profile in _rising_and_alternating_profiles(step_count):
+            other_chunks = call_hook(method, "chunks", other_profile)
+            if str(other_chunks) != str(chunks):
+                raise _hook_error(
+                    method,
+                    "chunks",
+                    f"must return the same chunks for every profile if `credit_of` is {method.settings.credit_of}; "
+                    f"it returned {chunks} for one and {other_chunks} for another",
+                )
 
 
 def _check_iteration(

@@ -38,7 +38,8 @@ from chunk_grpo.models.inputs import (
 )
 from ..rewards import rewards
 from ..rewards.images import IMAGE_STATISTICS
-from .groups import Rollout, fail_together
+from .credit_assignment import fail_together
+from .groups import Rollout
 from .state import TrainingState
 from .update import Update
 from .rollout import sample_images

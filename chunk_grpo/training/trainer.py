@@ -15,8 +15,8 @@ from accelerate.utils import gather_object
 
 from ..core import files, machine, settings as setting
 from .callbacks import Alarms, Callback, Logger, StopTraining
+from .credit_assignment import ScoringFailed
 from chunk_grpo.training.groups import (
-    ScoringFailed,
     check_rollout_is_finite,
     count_seconds,
     measure_profile,
