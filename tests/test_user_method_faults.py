@@ -221,14 +221,19 @@ def test_what_a_method_says_of_settings_is_left_as_it_is(tmp_path):
         ("return [1, 1]", "must return whole sizes that add up to"),
         ("return [1.0] * len(profile)", "whole sizes"),
         ("return profile", "whole sizes"),
-        ("return 1 / 0", "failed in line 2"),
+        ("return 1 / 0", "failed in line 2 of {file}"),
+        # The innermost frame of these is Python's own or torch's; a user needs the line of the chunker.
+        ("import json; return json.loads('[1,')", "failed in line 2 of {file}"),
+        ("return profile.reshape(3, 1000)", "failed in line 2 of {file}"),
         ("return []", "whole sizes"),
     ],
 )
 def test_a_fault_of_a_chunker_is_one_sentence(tmp_path, body, words):
-    (tmp_path / "c.py").write_text(f"def f(profile):\n    {body}\n")
-    said = refused(tmp_path, chunks=f"{tmp_path / 'c.py'}:f")
-    assert said.startswith("`chunks` must") and words in said, said
+    # A file whose name begins like that of the package is still the user's.
+    file = tmp_path / "chunk_grpo_mine.py"
+    file.write_text(f"def f(profile):\n    {body}\n")
+    said = refused(tmp_path, chunks=f"{file}:f")
+    assert said.startswith("`chunks` must") and words.format(file=file) in said, said
 
 
 def test_a_fault_of_a_chunker_of_levels_is_one_sentence(tmp_path):

@@ -423,7 +423,7 @@ class ImageScores(TypedDict, total=False):
     category: dict[str, str | None]  # reward -> category of the prompt
     objects: dict[str, list[int]]  # reward -> for each requested object, 1 if the image shows it
     source: str  # path in evaluation/ of the image that the prompt edits
-    source_sha256: str  # sha256 of the original of that image
+    source_sha256: str  # sha256 of the user's image file, from which `source` was made
 
 
 class EvaluationPart(TypedDict):

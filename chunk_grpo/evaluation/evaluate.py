@@ -229,12 +229,11 @@ def compare_arms(
     name: str,  # name of the score
     # category -> weight of its mean, with sum 1; None: there are no categories
     weights: Mapping[str, float] | None = None,
-    # "ARM" and "ARM-base" -> mean, se, lo, hi and n over prompts; None if a category has no score
-) -> dict[str, dict | None]:
+) -> dict[str, dict | None]:  # mean, se, lo, hi and n over prompts, keyed by "ARM" and "ARM-base"
     """Compute the mean score of each arm, and its paired difference from the base, with bootstrap intervals.
 
     A mean is over all images of its arm, a difference over the images that are scored in all arms. With `weights`, both are
-    weighted means of the category means. Without an arm "base" there are no differences.
+    weighted means of the category means, and None if a category has no score. Without an arm "base" there are no differences.
     """
     summary: dict[str, dict | None] = {}
     for arm in arms:

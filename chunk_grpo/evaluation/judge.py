@@ -240,7 +240,7 @@ def _send_question(
     """
 
     def pause(seconds: float) -> None:
-        """Wait for some seconds; raise `_RetryableError` if the run ends meanwhile."""
+        """Wait for some seconds; if the run ends meanwhile, raise `_RetryableError`, which ends tenacity's retries."""
         if stop.wait(seconds):
             raise _RetryableError("the run ended while it waited", 0)
 

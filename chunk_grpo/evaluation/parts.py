@@ -218,9 +218,8 @@ def sample_part(
         (picture,) = VaeImageProcessor.numpy_to_pil(image.permute(1, 2, 0).numpy())
         picture.save(folder / name)
         sync_to_disk(folder / name)
-    sync_to_disk(
-        folder / arm
-    )  # the file names, too, must be on the disk before the records are written
+    # The file names, too, must be on the disk before the records are written.
+    sync_to_disk(folder / arm)
     return records
 
 # %% ../../nbs/10_evaluation/01_parts.ipynb #cb623460

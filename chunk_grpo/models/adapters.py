@@ -356,7 +356,10 @@ def _tensors_of_layout(
     adapter: Adapter,
     layout: str,  # diffusers, peft or kohya
 ) -> dict[str, Tensor]:
-    """Return an adapter's tensors, keyed by their names in a layout, for a reader that applies a scale of 1."""
+    """Return an adapter's tensors, keyed by their names in a layout.
+
+    B already contains the scale, so readers must apply a scale of 1; kohya's alpha, equal to the rank, says so.
+    """
     tensors = {}
     for name, (a, b) in adapter.layers.items():
         if layout == "kohya":

@@ -134,7 +134,8 @@ def describe_counts(
     settings: Settings,
     processes: int = 1,  # number of processes, which share the images
     counts: IterationCounts | None = None,  # from a method's `counts`; None: `iteration_counts`
-    # False: leave out the rows about prompt lists, because a run from elsewhere may name any file
+    # False: leave out the rows that quote prompts, because a run from elsewhere may name any file; its held-out prompts are
+    # counted all the same
     show_prompts: bool = True,
 ) -> list[tuple[str, str]]:  # rows of the table: name, text
     """Describe the images, updates, transitions and forward passes of an iteration, the run and its evaluation.

@@ -75,7 +75,7 @@ def call_with_retries(
     """
 
     def pause_before_retry(state: RetryCallState) -> float:  # s
-        """Return the pause before the next try: doubled per try, at most a minute, times a random factor."""
+        """Return the pause before the next try: doubled per try up to 60 s, then times a random factor from 0.5 to 1.5."""
         return min(60.0, pause * 2 ** (state.attempt_number - 1)) * _JITTER.uniform(0.5, 1.5)
 
     retrying = Retrying(

@@ -302,7 +302,8 @@ class LocalServer:
     ) -> dict:
         """Send one request to the child and return its answer; start a child if none is running.
 
-        If the child does not answer or fails internally, it is ended and TransientError is raised.
+        Raises InputError if the child rejects the request; it then keeps running. After any other error the child is ended,
+        and TransientError is raised if it did not answer or failed internally.
         """
         try:
             if self.child is None:
@@ -321,6 +322,7 @@ class LocalServer:
             is_lost = (
                 isinstance(error, client.TransientError)
                 and self.child
+                # These two messages are about a child that is alive.
                 and not str(error).startswith(("no answer within", "status "))
             )
             reported = error

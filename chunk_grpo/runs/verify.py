@@ -146,7 +146,7 @@ def find_changes(
     return list(dict.fromkeys(changes)), unchecked
 
 # %% ../../nbs/09_runs/03_verify.ipynb #a59049e2
-def _difference_share(
+def _tolerance_fraction(
     name: str,  # name of the metric
     value: object,  # the metric's value in the run: a number, a list of numbers, or None
     repeated_value: object,  # its value in the repetition
@@ -155,17 +155,17 @@ def _difference_share(
 ) -> float:  # 0: equal, above 1: too large, inf: no difference is allowed
     """Compute the difference of two values of a metric, as a fraction of the allowed difference.
 
-    Allowed are 0 for integers, for `lr` and for values that are not numbers, a tenth of the clip range for ratios, 0.1 for
-    `clip_fraction`, and otherwise 1e-3 (float32), 1e-2 (float16) or 5e-2 (bfloat16) of the larger absolute value or, for
-    rewards and held-out scores, of the reward's standard deviation if that is larger. A list has the largest fraction of
-    its elements.
+    Integers, `lr` and values that are not numbers must be equal. Ratios may differ by a tenth of the clip range, and
+    `clip_fraction` by 0.1. Any other number may differ by 1e-3 (float32), 1e-2 (float16) or 5e-2 (bfloat16) of the larger
+    absolute value; for rewards and held-out scores, of the reward's standard deviation if that is larger. A list has the
+    largest fraction of its elements, and inf if the lengths differ.
     """
     if value == repeated_value:
         return 0.0
     are_lists = isinstance(value, list) and isinstance(repeated_value, list)
     if are_lists and len(value) == len(repeated_value):
         return max(
-            _difference_share(name=name, value=x, repeated_value=y, line=line, settings=settings)
+            _tolerance_fraction(name=name, value=x, repeated_value=y, line=line, settings=settings)
             for x, y in zip(value, repeated_value, strict=True)
         )
     # Counts and the learning rate must be equal.
@@ -205,7 +205,7 @@ def compare_lines(
                 "name": name,
                 "run": line[name],
                 "again": repeated[name],
-                "share": _difference_share(
+                "share": _tolerance_fraction(
                     name=name,
                     value=line[name],
                     repeated_value=repeated[name],

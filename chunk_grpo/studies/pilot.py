@@ -332,7 +332,11 @@ def tuning_table(
     names = dict.fromkeys(name for best in tuned.values() for name in best["settings"])
     rows = []
     for arm, best in tuned.items():
-        other_gains = [point["gain"] for point in best["points"] if point["gain"] != best["gain"]]
+        other_gains = [
+            point["gain"]
+            for point in best["points"]
+            if any(point.get(name) != value for name, value in best["settings"].items())
+        ]
         row = {"arm": arm}
         for name in names:
             value = best["settings"].get(name, "")

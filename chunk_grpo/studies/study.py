@@ -413,7 +413,7 @@ def run_trial_program(
     watch: Callable[[], None] = lambda: None,  # called about five times per second
 ) -> tuple[int, str]:  # exit code and last error line, or 0 and ""
     """Run the program of a trial in a new process; if `watch` raises an error, end it."""
-    program = ["chunk_grpo.studies.study", str(run)], environment
+    program = (["chunk_grpo.studies.study", str(run)], environment)
     return run_programs([program], watch, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
 
 

@@ -308,7 +308,9 @@ def find_leaks(
 ) -> list[str]:  # such as "line 7 of my_method.py names pocket:test192"
     """List the lines of code that refer to held-out prompts.
 
-    Such a line names a held-out list, contains one of its prompts, or uses a name in `HELD_OUT_NAMES`.
+    Such a line has a string that names a held-out list or has a held-out prompt as one of its lines, or it uses a name in
+    `HELD_OUT_NAMES`. A string's line is the one on which it begins. Comments are not searched, and files with a syntax error
+    are skipped.
     """
     list_names = []
     for held_out in lists:
@@ -332,7 +334,7 @@ def find_leaks(
             for line in text.splitlines():
                 if line.strip() in prompts:
                     return f"contains the held-out prompt {line.strip()!r:.80}"
-        names = [getattr(node, field, None) for field in ("id", "attr", "name")]
+        names = [getattr(node, field, None) for field in ("id", "attr", "name", "arg")]
         used = [name for name in names if name in HELD_OUT_NAMES]
         return f"uses {used[0]}" if used else ""
 

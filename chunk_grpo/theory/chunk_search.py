@@ -158,12 +158,16 @@ def sign_change_positions(
 ) -> list[int]:  # indices at which a new part begins, increasing; empty if the sign never changes
     """Find the indices at which to cut `values`: where their difference of the given order changes sign.
 
-    Differences are rounded to six decimals, and those that are then 0 are skipped.
+    A part begins after the centre of the values from which the two differences of unlike sign are computed, so for order 1 a
+    turning point is the last value of its part. Differences are rounded to six decimals, and those that are then 0 are
+    skipped.
     """
-    change = values.diff(n=order).round(decimals=6).sign()
-    signed = change.nonzero().flatten()
-    later = signed[1:][change[signed[1:]] != change[signed[:-1]]]
-    return [int(j) + (order - 1) // 2 + 1 for j in later]
+    signs = values.diff(n=order).round(decimals=6).sign()
+    nonzero_positions = signs.nonzero().flatten()
+    before, after = nonzero_positions[:-1], nonzero_positions[1:]
+    changed_positions = after[signs[after] != signs[before]]
+    # Difference j is computed from values j to j + order.
+    return [int(j) + (order - 1) // 2 + 1 for j in changed_positions]
 
 # %% ../../nbs/00_theory/06_chunk_search.ipynb #5c05586d
 def split_recursively(

@@ -274,7 +274,7 @@ def compare_groups(
         return returned
 
     def local_advantages(raw_scores: dict[str, Tensor]) -> Tensor:
-        """Return the advantages (B, ...) of this process's scores (B, ...), compared within all groups."""
+        """Gather the scores of all processes, compute the advantages of all groups, and return those (B, ...) of this process."""
         return _apply_to_all_groups(state, raw_scores, advantages)
 
     if settings.credit_of == "image":

@@ -130,8 +130,8 @@ def sample_groups(state: TrainingState) -> Rollout:
     features = []
     conditioning = state.policy.encode([state.prompts[p] for p in prompt_ids])
 
-    def score_batch(final: Tensor) -> None:
-        """Decode a batch of final latents (b, S, C), and pass the images to the scoring thread."""
+    def submit_batch(final: Tensor) -> None:
+        """Decode a batch of final latents (b, S, C), submit the images for scoring, and measure them."""
         with count_seconds(seconds, "decode"):
             images = decode_latents(state.policy, final, settings.rollout_batch)
             streaming_scores.add(images)
@@ -160,7 +160,7 @@ def sample_groups(state: TrainingState) -> Rollout:
                 prompt_index=prompt_index,
                 keys=keys,
                 options=rollout_options(state, method.sampler(state.iteration)),
-                on_batch=score_batch,
+                on_batch=submit_batch,
                 sizes=state.sizes_of(keys),
             )
 

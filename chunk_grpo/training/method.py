@@ -280,9 +280,9 @@ class Method:
         """Return the weight of each transition in the objective; 0 for transitions that are not trained.
 
         The setting `step_weights` is one (no weights), a name in `surrogates.STEP_WEIGHTS` such as noise, or chunk
-        sizes. The weights of a name have a mean of 1 over the transitions that have noise without a `window`; those of chunk
-        sizes have a mean of 1 over the trainable steps. Raises InputError if the chunk sizes do not add up to the number of
-        trainable steps, or if a name requires noise in a transition without it.
+        sizes. Named weights have a mean of 1 over all transitions that would have noise if `window` were all, so they do not
+        depend on the window; those of chunk sizes have a mean of 1 over the trainable steps. Raises InputError if the
+        chunk sizes do not add up to the number of trainable steps, or if a name requires noise in a transition without it.
         """
         weighting = self.settings.step_weights
         trainable_steps = self.trainable_steps(sampler)
@@ -295,7 +295,7 @@ class Method:
                 weights = step_weights(chunks_from_setting(weighting, len(trainable_steps)))
             except InputError as error:
                 names = ", ".join(surrogates.STEP_WEIGHTS)
-                problem = str(error).replace("`chunks`", "they")
+                problem = str(error).replace("`chunks`", "they")  # here, sizes in step_weights
                 raise InputError(
                     f"`step_weights` must be one, {names}, or chunk sizes: {problem}"
                 ) from None
@@ -304,9 +304,10 @@ class Method:
         if self.window.kind == "all":
             return surrogates.step_weights_by_name(weighting, sampler, trainable_steps)
 
-        whole = Sampler(self.sigmas, self.settings.sampler, self.settings.eta)
+        # The same sampler without the window, over whose transitions the weights have a mean of 1.
+        full_sampler = Sampler(self.sigmas, self.settings.sampler, self.settings.eta)
         return surrogates.step_weights_by_name(
-            weighting, sampler, trainable_steps, full_sampler=whole
+            weighting, sampler, trainable_steps, full_sampler=full_sampler
         )
 
     # What stands for the log-probability?

@@ -7,20 +7,18 @@ __all__ = ['call_user_code', 'call_hook', 'load_method']
 
 # %% ../../nbs/07_training/06_method_loading.ipynb #3541fbe5
 import inspect
-import os
 import traceback
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-import chunk_grpo
 from .. import InputError
 from ..core import machine
 from ..core.settings import METHODS, Settings
 from ..core.imports import import_callable
+from ..core.user_code import is_user_file
 from ..theory.chunks import Chunks, parse_chunk_numbers
 from ..theory.sampler import Sampler
 from .hook_checks import describe_value
@@ -46,7 +44,6 @@ _HOOKS = (
     "counts",
     "check",
 )
-_PACKAGE = str(Path(chunk_grpo.__file__).resolve().parent)
 
 
 def _hook_error(
@@ -71,20 +68,18 @@ def call_user_code(
 ) -> Any:  # what the function returns
     """Call a user's function; if it raises an exception, raise an InputError that names the line in the user's file.
 
-    An InputError passes unchanged if the package raised it, or if `check` or `__init__` raised it on purpose.
+    An InputError passes unchanged if no code of the user was running, or if the function is `check` or `__init__`, which may
+    reject settings.
     """
     try:
         return function(*arguments)
     except machine.Terminated:  # SIGTERM, a SystemExit that is not the user's
         raise
     except (Exception, SystemExit) as error:
-        # Find the frames in the user's own files: neither in this package nor in an installed one.
         user_frames = [
             frame
             for frame in traceback.extract_tb(error.__traceback__)[1:]
-            if os.path.isfile(frame.filename)
-            and not os.path.realpath(frame.filename).startswith(_PACKAGE)
-            and "site-packages" not in frame.filename
+            if is_user_file(frame.filename)
         ]
         is_clear = not user_frames or name in ("check", "__init__")
         if isinstance(error, InputError) and is_clear:
