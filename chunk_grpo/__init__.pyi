@@ -11,7 +11,7 @@ from .runs.launch import train as train
 from .runs.run_folder import read_metrics as read_metrics
 from .theory.chunks import Chunks as Chunks
 from .theory.dynamics import (
-    chunk_weights as chunk_weights,
+    chunk_probabilities as chunk_probabilities,
     chunks_from_profile as chunks_from_profile,
 )
 from .theory.dynamics import relative_distance as relative_distance
@@ -23,4 +23,5 @@ from .training.rollout import sample_images as sample_images
 
 __version__: str
 
-class InputError(ValueError): ...
+class InputError(ValueError):
+    exit_code: int

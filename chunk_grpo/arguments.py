@@ -315,7 +315,7 @@ def describe_parameters(function: Callable) -> str:
     return section
 
 
-def checked(
+def check_arguments(
     # each maps the arguments, keyed by parameter, to an error sentence if they contradict each other, else to None
     *rules: Callable[[Mapping[str, Any]], str | None],
     # parameter -> annotation to use instead of its own, or a function that returns the annotation
@@ -332,7 +332,7 @@ def checked(
     def decorate(function):
         """Return the function with a check of its arguments, or the class with a check of its constructor's arguments."""
         if isinstance(function, type):
-            function.__init__ = checked(*rules, **explicit_types)(function.__init__)
+            function.__init__ = check_arguments(*rules, **explicit_types)(function.__init__)
             return function
         name = function.__qualname__.removesuffix(".__init__")
         parameters = inspect.signature(function).parameters

@@ -214,7 +214,7 @@ def claim_power(
     return pilot.paired_power(smallest / (error * seeds**0.5), seeds)
 
 
-def seeds_needed(
+def required_seeds(
     pilot: CrossedMean,  # an earlier estimate of the same contrast
     smallest: float,  # smallest effect of interest
     power: float = 0.8,  # wanted probability of detecting the effect

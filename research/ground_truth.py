@@ -39,7 +39,7 @@ from chunk_grpo.models import trainable
 from chunk_grpo.models.inputs import sample_prompt_indices
 from chunk_grpo.models.policy import decode_latents
 from chunk_grpo.rewards import rewards
-from chunk_grpo.theory.chunks import Chunks, step_weights
+from chunk_grpo.theory.chunks import Chunks, chunk_transition_weights
 from chunk_grpo.theory.dynamics import count_trained_chunks
 from chunk_grpo.theory.objective import group_advantages
 from chunk_grpo.theory.sampler import Sampler
@@ -195,7 +195,7 @@ def gradients(found):
             w = torch.cat([w.double(), torch.zeros(TRAINED - last)])
             extra = 0.0
             if chunks is not None:
-                relative_weights = w[:last] / step_weights(
+                relative_weights = w[:last] / chunk_transition_weights(
                     chunks
                 )  # relative to the chunks' weights
                 extra = chunk_sampling_variance(
@@ -248,10 +248,10 @@ def estimators(last):
     paper = Chunks(PAPER.sizes if last == TRAINED else PAPER.sizes[:3])
     steps = Chunks.steps(last)
     equal = {f"equal {c}": Chunks.equal(last, c) for c in (2, 3, 4, 8, 16) if last % c == 0}
-    heavy = step_weights(paper)
-    cases = {"steps": (steps, step_weights(steps)), "steps re-weighted": (steps, heavy)}
+    heavy = chunk_transition_weights(paper)
+    cases = {"steps": (steps, chunk_transition_weights(steps)), "steps re-weighted": (steps, heavy)}
     cases |= {
-        name: (chunks, step_weights(chunks))
+        name: (chunks, chunk_transition_weights(chunks))
         for name, chunks in ({str(paper): paper} | equal).items()
     }
     for name, (chunks, w) in cases.items():

@@ -178,7 +178,7 @@ def measure_two_passes(b: Workload) -> dict[str, int | None]:
     ) -> int | None:
         """Return the peak memory of an update, in bytes; None if it runs out of memory."""
         work = build_update_batch(torch.arange(min(2, len(b.keys))), chosen, chunks, limit)
-        old = paths.log_probs[work.image, work.step].to(b.policy.device)
+        old = paths.log_probs[work.image_index, work.step_index].to(b.policy.device)
         for p in b.policy.trained:  # gradients are allocated before, so no measurement counts them
             p.grad = torch.zeros_like(p)
         try:

@@ -16,7 +16,12 @@ from chunk_grpo.core.settings import PRESETS_DIR, Settings, load_settings, read_
 from chunk_grpo.core.statistics import t_intervals
 from chunk_grpo.reporting.figures import create_subplots, with_house_style
 from chunk_grpo.studies import analysis
-from chunk_grpo.studies.design import find_study_folder, list_studies, load_study, read_tuned
+from chunk_grpo.studies.design import (
+    find_study_folder,
+    list_studies,
+    load_study,
+    read_tuned_settings,
+)
 from chunk_grpo.theory.chunks import parse_chunk_numbers
 from chunk_grpo.theory.dynamics import count_trained_chunks
 from chunk_grpo.training.method_loading import load_method
@@ -90,7 +95,7 @@ def settings_of_arm(
 ) -> Settings:
     """Return the settings with which the study trains an arm, its tuned ones included; the seed is that of base.yaml."""
     home = find_study_folder(study)
-    tuned = read_tuned(home).get(arm, {}).get("settings", {})
+    tuned = read_tuned_settings(home).get(arm, {}).get("settings", {})
     base = read_settings_file(home / "base.yaml")
     return load_settings(base, load_study(study).arms[arm] | tuned, home)
 
@@ -213,10 +218,106 @@ def gains_of_first_world(
     return table.assign(family=[family_of(arm) for arm in table.index])
 
 
-def worlds_with_rows() -> list[str]:
-    """Return the studies of the referee that have rows, in the order of `WORLDS`."""
-    planned = list_studies()
-    return [study for study in WORLDS if study in planned and analysis.load_study_rows(study)]
+def complete_worlds() -> list[str]:
+    """Return the studies of the referee whose planned trials all have rows, in the order of `WORLDS`.
+
+    The plans forbid looking at an outcome before that, so pages leave out the others.
+    """
+    available = list_studies()
+    return [
+        study
+        for study in WORLDS
+        if study in available and load_study(study).is_complete(analysis.load_study_rows(study))
+    ]
+
+
+# Methods with chunks that may be ahead of the published ones, and the published methods that every world has.
+CANDIDATES = ("crd-chunk", "elbo-chunk", "guard-gains")
+PUBLISHED = ("crd", "elbo", "chunk", "steps")
+
+
+def compare_candidates(
+    studies: Sequence[str],  # complete worlds, see `complete_worlds`
+) -> pd.DataFrame:
+    """Compare each candidate with each published method in every world, on the same seeds.
+
+    The columns are arm, reference, study, n, mean, lo and hi (in units of the study's outcome), planned (whether the pair is
+    one of the plan's), forwards and seconds (the cost of a training of the arm, as a multiple of that of the reference).
+    """
+    pairs = [(arm, reference) for arm in CANDIDATES for reference in PUBLISHED]
+    tables = []
+    for study in studies:
+        plan = load_study(study)
+        planned = {tuple(pair) for family in plan.contrasts.values() for pair in family}
+        rows = analysis.load_study_rows(study)
+        costs = gains_and_costs(study)
+        table = analysis.contrast_table(rows, {"": pairs}, plan.outcome)
+        table["study"] = study
+        table["planned"] = [pair in planned for pair in pairs]
+        for cost in ("forwards", "seconds"):
+            table[cost] = [costs[cost][arm] / costs[cost][other] for arm, other in pairs]
+        tables.append(table)
+    columns = ["arm", "reference", "study", "n", "mean", "lo", "hi", "planned"]
+    together = pd.concat(tables, ignore_index=True)[[*columns, "forwards", "seconds"]]
+    # All worlds of a pair below each other.
+    order = {pair: i for i, pair in enumerate(pairs)}
+    keys = [order[pair] for pair in zip(together.arm, together.reference, strict=True)]
+    return together.iloc[np.argsort(keys, kind="stable")].reset_index(drop=True)
+
+
+def candidate_rows(
+    studies: Sequence[str],  # complete worlds
+) -> list[dict[str, str]]:
+    """Return the table of `compare_candidates` as texts, one row per pair and world."""
+    return [
+        {
+            "pair": f"{found.arm} minus {found.reference}",
+            "world": WORLDS[found.study],
+            "seeds": str(int(found.n)),
+            "difference": analysis.format_difference(found._asdict()),
+            "planned": "yes" if found.planned else "no",
+            "forward passes": f"{found.forwards:.2f} times",
+            "CPU time": f"{found.seconds:.2f} times",
+        }
+        for found in compare_candidates(studies).itertuples()
+    ]
+
+
+@with_house_style
+def plot_pairs_by_world(
+    studies: Sequence[str],  # complete worlds
+    pairs: Sequence[Sequence[str]],  # arms: first minus second
+) -> Figure:
+    """Draw the differences of pairs of arms in several worlds, as shares of what `steps` gains in each.
+
+    The shaded band ends at the smallest effect of interest, a tenth of that gain. The intervals are over seeds, 95%.
+    """
+    figure = Figure(figsize=(8.4, 1.4 + 0.42 * len(pairs)), layout="constrained")
+    axis = figure.subplots()
+    axis.axvspan(-0.1, 0.1, color="#E5E5E5", linewidth=0)
+    axis.axvline(0, color="#7F7F7F", linewidth=0.8)
+    colours = ("#0072B2", "#D55E00", "#117733", "#882255")
+    for number, study in enumerate(studies):
+        plan = load_study(study)
+        rows = analysis.load_study_rows(study)
+        scale = gains_and_costs(study)["mean"][plan.reference]
+        table = analysis.contrast_table(rows, {"": pairs}, plan.outcome)
+        offset = 0.5 * (number - (len(studies) - 1) / 2) / max(len(studies), 2)
+        axis.errorbar(
+            table["mean"] / scale,
+            np.arange(len(pairs)) + offset,
+            xerr=(table.hi - table["mean"]) / abs(scale),
+            fmt="o",
+            color=colours[number],
+            markersize=5,
+            linewidth=1,
+            label=WORLDS[study],
+        )
+    axis.set_yticks(range(len(pairs)), [f"{one} minus {other}" for one, other in pairs])
+    axis.invert_yaxis()
+    axis.set_xlabel("difference, as a share of what steps gains in the same world")
+    axis.legend(frameon=False, fontsize=8)
+    return figure
 
 
 def _draw_gains(
@@ -263,7 +364,7 @@ def _legend_handles(
 
 @with_house_style
 def plot_gains_by_cost(
-    studies: Sequence[str],  # names of studies with rows, one panel each; see `worlds_with_rows`
+    studies: Sequence[str],  # names of studies with rows, one panel each; see `complete_worlds`
     cost: str = "forwards",  # forwards or seconds
     reward: str = "",  # name of a reward; empty: the outcome of each study
 ) -> Figure:
@@ -389,7 +490,7 @@ def plot_tuned_kinds() -> Figure:
 
     A dot is one of the two seeds of the tuning, a bar their mean, on validation prompts.
     """
-    tuned = read_tuned(find_study_folder("referee"))
+    tuned = read_tuned_settings(find_study_folder("referee"))
     best = {
         arm: next(point for point in found["points"] if point["gain"] == found["gain"])["gains"]
         for arm, found in tuned.items()

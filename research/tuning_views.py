@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from chunk_grpo.reporting.figures import create_subplots, with_house_style
-from chunk_grpo.studies.design import find_study_folder, read_tuned
+from chunk_grpo.studies.design import find_study_folder, read_tuned_settings
 
 SHORT_NAMES = {"clip_range": "clip range", "updates_per_iteration": "updates per iteration"}
 
@@ -25,7 +25,7 @@ def tuned_points(
     rows = []
     seen = set()
     for study in studies:
-        for arm, result in read_tuned(find_study_folder(study)).items():
+        for arm, result in read_tuned_settings(find_study_folder(study)).items():
             if arm in seen:
                 continue
             seen.add(arm)

@@ -11,7 +11,7 @@ from chunk_grpo import InputError
 from chunk_grpo.core import settings as setting
 from chunk_grpo.core.files import append_json_line, write_json
 from chunk_grpo.evaluation.evaluate import summarise_evaluation
-from chunk_grpo.models.inputs import describe_inputs
+from chunk_grpo.models.inputs import fingerprint_inputs
 
 CATEGORIES = ("single_object", "two_object", "counting", "colors", "position", "color_attr")
 COLOURS = ("red", "green", "blue", "orange", "purple", "black")
@@ -127,7 +127,7 @@ def evaluation(
 def inputs_of(settings: setting.Settings) -> dict[str, str]:
     """What a run would note of its model and lists, where they are here."""
     try:
-        return describe_inputs(settings)
+        return fingerprint_inputs(settings)
     except InputError:
         return {}
 

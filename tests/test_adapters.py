@@ -68,7 +68,7 @@ def test_training_starts_where_an_adapter_of_any_layout_ended(family, layout, tm
     """Also with another rank and another alpha; and the base is the model with that adapter."""
     model, home, wanted = family
     source = home / "adapter"
-    pipeline, network = adapters.read_network(home / "model")
+    pipeline, network = adapters.build_meta_transformer(home / "model")
     if layout != "own":
         adapter = adapters.read_adapter(str(source), pipeline, network)
         adapters.write_adapter(adapter, tmp_path, layout)
@@ -81,7 +81,7 @@ def test_training_starts_where_an_adapter_of_any_layout_ended(family, layout, tm
     assert distance(velocities(started), wanted) < 1e-5 < distance(plain, wanted)
     perturb(started)
     assert distance(velocities(started), wanted) > 1e-4
-    with trainable.base_weights(started):
+    with trainable.use_base_weights(started):
         assert distance(velocities(started), wanted) < 1e-5
     assert distance(velocities(started), wanted) > 1e-4
 
@@ -89,7 +89,7 @@ def test_training_starts_where_an_adapter_of_any_layout_ended(family, layout, tm
 @pytest.mark.parametrize("layout", ["diffusers", "peft"])
 def test_other_readers_of_an_export_compute_the_same(family, layout, tmp_path):
     model, home, wanted = family
-    pipeline, network = adapters.read_network(home / "model")
+    pipeline, network = adapters.build_meta_transformer(home / "model")
     adapter = adapters.read_adapter(str(home / "adapter"), pipeline, network)
     adapters.write_adapter(adapter, tmp_path, layout)
     policy = load_policy(model, **SIZE)
@@ -104,7 +104,7 @@ def test_other_readers_of_an_export_compute_the_same(family, layout, tmp_path):
 
 def test_layers_of_several_ranks_have_the_scale_one_in_peft_too(family, tmp_path):
     model, home, _ = family
-    pipeline, network = adapters.read_network(home / "model")
+    pipeline, network = adapters.build_meta_transformer(home / "model")
     adapter = adapters.read_adapter(str(home / "adapter"), pipeline, network)
     name = next(iter(adapter.layers))
     a, b = adapter.layers[name]
@@ -130,7 +130,7 @@ def kohya_reader(network, file):
 
 def test_a_reader_of_kohyas_names_computes_the_same(family, tmp_path):
     model, home, wanted = family
-    pipeline, network = adapters.read_network(home / "model")
+    pipeline, network = adapters.build_meta_transformer(home / "model")
     adapter = adapters.read_adapter(str(home / "adapter"), pipeline, network)
     adapters.write_adapter(adapter, tmp_path, "kohya")
     policy = load_policy(model, **SIZE)
@@ -266,7 +266,7 @@ def test_adapter_that_is_a_pipe_is_rejected_in_one_sentence(tmp_path, in_folder)
     with pytest.raises(
         InputError, match="`lora_start` must name regular files; got .*, which is a"
     ):
-        adapters.find_adapter_file(str(tmp_path if in_folder else pipe))
+        adapters.fetch_adapter_file(str(tmp_path if in_folder else pipe))
     os.close(writer)
 
 
@@ -322,12 +322,12 @@ def test_a_hub_id_that_cannot_be_reached_is_named(monkeypatch):
     with pytest.raises(
         InputError, match="'some/adapter:x.safetensors' cannot be reached .no network"
     ):
-        adapters.find_adapter_file("some/adapter:x.safetensors")
+        adapters.fetch_adapter_file("some/adapter:x.safetensors")
 
 
 def test_an_adapter_whose_scale_differs_by_layer_is_read_with_each(whole, tmp_path):
     """kohya's alphas are per layer; a network with them is read as one with the scale in B."""
-    pipeline, network = adapters.read_network(whole / "model")
+    pipeline, network = adapters.build_meta_transformer(whole / "model")
     adapter = adapters.read_adapter(str(whole / "adapter"), pipeline, network)
     adapters.write_adapter(adapter, tmp_path, "kohya")
     file = tmp_path / "pytorch_lora_weights.safetensors"
@@ -365,8 +365,8 @@ def test_run_that_was_resumed_and_not_finished_is_no_start(tmp_path):
     adapters.write_adapter(adapters.Adapter(layers), tmp_path / "final")
     run_info = tmp_path / "run.json"
     run_info.write_text(json.dumps({"status": "finished"}))
-    assert adapters.find_adapter_file(str(tmp_path)).parent == tmp_path / "final"
+    assert adapters.fetch_adapter_file(str(tmp_path)).parent == tmp_path / "final"
     (tmp_path / "checkpoints/000003").mkdir(parents=True)
     run_info.write_text(json.dumps({"status": "running", "final_iteration": 2}))
     with pytest.raises(InputError, match="was resumed and is not finished"):
-        adapters.find_adapter_file(str(tmp_path))
+        adapters.fetch_adapter_file(str(tmp_path))

@@ -212,7 +212,7 @@ def test_the_commands_of_the_page_on_a_study_of_your_own(tmp_path):
         for file in tried.glob("*/evaluation/summary.json")
     ]
     assert ("--tune" in lines[0], len(lines), judged) == (True, 2, [1] * 4)
-    best = design.read_tuned(home)
+    best = design.read_tuned_settings(home)
     rows = [json.loads(line) for line in (runs / "results.jsonl").read_text().splitlines()]
     assert {row["arm"]: row["settings"]["learning_rate"] for row in rows} == {
         arm: best[arm]["settings"]["learning_rate"] for arm in plan["arms"]

@@ -64,7 +64,7 @@ def run(request, tmp_path, monkeypatch):
     }
     changes |= WAYS[way]
     config = json.loads((folder / "transformer/config.json").read_text())
-    family = inputs.find_family(inputs.check_pipeline_folder(folder))
+    family = inputs.import_family(inputs.check_pipeline_folder(folder))
     if not family.embeds_guidance(config):
         changes |= {name: 0.0 for name in ("guidance", "eval_guidance") if name in changes}
     run_settings = settings.load_settings("pocket/tiny", changes)

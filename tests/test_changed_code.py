@@ -10,7 +10,7 @@ from commands import call, run
 from chunk_grpo import InputError, evaluate, sample_run
 from chunk_grpo.core import settings
 from chunk_grpo.core.files import read_json
-from chunk_grpo.core.user_code import code_files, find_code
+from chunk_grpo.core.user_code import find_code, find_code_files
 from chunk_grpo.evaluation import parts
 from chunk_grpo.evaluation.benchmarks import run_benchmark, sample_benchmark
 from chunk_grpo.reporting.samples import sample_widget
@@ -150,7 +150,7 @@ def test_code_of_a_package_counts_with_what_lies_around_it_and_what_it_imports(
     (tmp_path / "lab_q/base.py").write_text("f = 1\n")
     (tmp_path / "lab_r.py").write_text("import lab_q.deep.scale\n")  # a circle
     monkeypatch.chdir(tmp_path)
-    found = code_files("lab_q.deep.rank:f")
+    found = find_code_files("lab_q.deep.rank:f")
     assert {name: file.name for name, file in found.items()} == {
         "lab_q": "__init__.py",
         "lab_q.deep": "__init__.py",
@@ -159,18 +159,18 @@ def test_code_of_a_package_counts_with_what_lies_around_it_and_what_it_imports(
         "lab_q.base": "base.py",
         "lab_r": "lab_r.py",
     }
-    assert "lab_q.deep.no_such:f" not in code_files("lab_q.deep.no_such:f")
-    assert [*code_files("torch.nn:Module")] == [
+    assert "lab_q.deep.no_such:f" not in find_code_files("lab_q.deep.no_such:f")
+    assert [*find_code_files("torch.nn:Module")] == [
         "torch",
         "torch.nn:Module",
     ]  # what is installed is not followed
     assert (
-        code_files("no_such_module:f")
-        == code_files("no_such.py:f")
-        == code_files("math:floor")
+        find_code_files("no_such_module:f")
+        == find_code_files("no_such.py:f")
+        == find_code_files("math:floor")
         == {}
     )
-    assert code_files("chunk_grpo.theory.chunk_search:paper_rule_chunks") == {}
+    assert find_code_files("chunk_grpo.theory.chunk_search:paper_rule_chunks") == {}
 
 
 def test_a_run_without_user_code_notes_none(tmp_path):
@@ -188,7 +188,7 @@ def test_a_process_that_starts_again_refuses_code_that_was_edited_meanwhile(tmp_
     made = run_folder.create_run(run_settings, tmp_path / "run")
     mark(tmp_path, "mine_method.py")
     with pytest.raises(InputError, match="`method` must be the same code"):
-        launch.train_folder(made)
+        launch.launch_run(made)
     assert not (tmp_path / "ran").exists()
 
 
@@ -251,7 +251,7 @@ FUNCTIONS = {
     "verify_run": lambda run, **how: verify_run(run, **how),
     "run_benchmark": lambda run, **how: run_benchmark(run, "pocket:test", **how),
     "sample_benchmark": lambda run, **how: sample_benchmark(run, ["pocket:test"], run / "b", **how),
-    "sample_share": lambda run, **how: parts.sample_share(
+    "sample_process_parts": lambda run, **how: parts.sample_process_parts(
         run, run_folder.read_run_settings(run), {"base": 0, "plain": None}, run / "begun", **how
     ),
 }

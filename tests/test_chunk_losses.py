@@ -211,7 +211,7 @@ def test_levels_of_drawn_chunks_are_whole_chunks_of_those_that_may_be_drawn(poli
     context = context_of(policy, method)
     made, chosen = draw(method, context)
     profile = context.trajectories.distance.double().mean(0)
-    chunks = method.chunks_of_levels(context.trajectories, profile)
+    chunks = method.partition_levels(context.trajectories, profile)
     allowed = [
         set(range(17)[part])
         for k, part in enumerate(chunks.slices)
@@ -393,7 +393,7 @@ def test_chunks_of_each_image_and_named_chunks_exclude_each_other(policy, tmp_pa
 def test_a_users_decoupled_method_trains_the_last_level_and_a_chunk_as_one_item(policy, tmp_path):
     (tmp_path / "mine.py").write_text(
         "from chunk_grpo.methods.decoupled import Crd\n\n\n"
-        "class Mine(Crd):\n    sample_is_chunk = True\n"
+        "class Mine(Crd):\n    statistic_per_chunk = True\n"
     )
     name = f"{tmp_path / 'mine.py'}:Mine"
     last = method_of(name, steps=7, chunks="steps", train_chunks="7", chunk_fraction=1)
@@ -470,8 +470,12 @@ def test_an_elbo_by_chunks_clips_the_geometric_mean_of_its_levels_ratios(policy,
     )
     worth = clipped(chunk, ADVANTAGE[:, None], eps).mean()
     expected = torch.cat([g.flatten() for g in torch.autograd.grad(-worth, policy.trained)])
-    assert len(work.chunk) == 16 and expected.norm() > 0
-    assert 0 < stats.items["clipped"].mean() < 1 if eps < 0.01 else not stats.items["clipped"].any()
+    assert len(work.chunk_number) == 16 and expected.norm() > 0
+    assert (
+        0 < stats.chunk_metrics["clipped"].mean() < 1
+        if eps < 0.01
+        else not stats.chunk_metrics["clipped"].any()
+    )
     torch.testing.assert_close(ours, expected, rtol=5e-3, atol=1e-3 * float(expected.abs().max()))
     assert stats.objective == pytest.approx(worth.item(), rel=1e-3, abs=1e-6)
 
@@ -521,7 +525,7 @@ def test_a_mixture_has_the_ratio_of_transitions_early_and_of_noised_images_late(
     context = context_of(policy, method)
     image = torch.arange(8)
     paths, sampler = context.trajectories, context.trajectories.sampler
-    assert sampler.stochastic.tolist() == [0, 1, 2]
+    assert sampler.stochastic_steps.tolist() == [0, 1, 2]
 
     def means():
         found = []
@@ -557,8 +561,10 @@ def test_a_mixture_has_the_ratio_of_transitions_early_and_of_noised_images_late(
     ratio = torch.stack([logs[0].exp(), ((logs[1] + logs[2]) / 2).exp(), late.mean(1).exp()], 1)
     worth = clipped(ratio, ADVANTAGE[:, None], 1e-4).mean()
     expected = torch.cat([g.flatten() for g in torch.autograd.grad(-worth, policy.trained)])
-    gone = stats.items["clipped"].reshape(8, 3)
-    assert len(work.chunk) == 24 and gone[:, :2].any() and gone[:, 2].any() and not gone.all()
+    gone = stats.chunk_metrics["clipped"].reshape(8, 3)
+    assert (
+        len(work.chunk_number) == 24 and gone[:, :2].any() and gone[:, 2].any() and not gone.all()
+    )
     torch.testing.assert_close(ours, expected, rtol=5e-3, atol=1e-3 * float(expected.abs().max()))
 
 

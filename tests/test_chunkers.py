@@ -177,11 +177,11 @@ def test_bad_profiles_are_refused(make, words, bad):
         ),
         (
             lambda p: optimal_chunks(p),
-            "`max_chunks` or `penalty` must be given, and not both; got None and None",
+            "`chunk_count` or `penalty` must be given, and not both; got None and None",
         ),
         (
             lambda p: optimal_chunks(p, 2, 0.1),
-            "`max_chunks` or `penalty` must be given, and not both; got 2 and 0.1",
+            "`chunk_count` or `penalty` must be given, and not both; got 2 and 0.1",
         ),
         (lambda p: optimal_chunks(p, 0), "must be a whole number from 1 or None; got 0"),
         (lambda p: optimal_chunks(p, penalty=0.0), "`penalty` must be a number above 0; got 0.0"),

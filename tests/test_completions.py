@@ -38,7 +38,7 @@ def state_of(folder, name: str, **more):
 
 def drawn_and_completed(state, monkeypatch) -> tuple:
     """Sample groups; return them and (states, rows, levels, what the network was told, images) of each completion."""
-    calls, told, complete, velocity = [], [], rollout.complete_states, state.policy.velocity
+    calls, told, complete, velocity = [], [], rollout.complete_trajectories, state.policy.velocity
 
     def watched(policy, conditioning, latents, options, levels):
         told.clear()
@@ -46,7 +46,7 @@ def drawn_and_completed(state, monkeypatch) -> tuple:
         calls.append((latents, conditioning, levels, [x[0].item() for x in told], made))
         return made
 
-    monkeypatch.setattr(credit_assignment, "complete_states", watched)
+    monkeypatch.setattr(credit_assignment, "complete_trajectories", watched)
     monkeypatch.setattr(
         state.policy, "velocity", lambda x, t, rows: (told.append(t), velocity(x, t, rows))[1]
     )
@@ -79,7 +79,7 @@ def test_a_completion_takes_second_order_steps_where_the_solver_is_dpm2(
         x = latents.clone()
         before = None
         grid = sampler.sigmas[levels]
-        noisy = set(sampler.stochastic.tolist()) if (levels.diff() == 1).all() else set()
+        noisy = set(sampler.stochastic_steps.tolist()) if (levels.diff() == 1).all() else set()
         half = ((1 - grid.double()) / grid.double()).log()  # of the signal over the noise
         for i in range(len(grid) - 1):
             with torch.no_grad():
@@ -110,9 +110,9 @@ def test_a_completion_behind_the_noise_is_the_rollouts_own_image(tmp_path, monke
     )
     drawn, _ = drawn_and_completed(state, monkeypatch)
     paths = drawn.context.trajectories
-    start = int(paths.sampler.stochastic[-1]) + 1
+    start = int(paths.sampler.stochastic_steps[-1]) + 1
     levels = torch.arange(start, len(paths.sampler) + 1)
-    made = rollout.complete_states(
+    made = rollout.complete_trajectories(
         policy=state.policy,
         conditioning=drawn.context.image_conditioning(torch.arange(8)),
         latents=paths.latents[:, start].float(),
@@ -131,7 +131,7 @@ def test_with_hardly_any_noise_a_completion_is_the_rollouts_image(name, tmp_path
     euler = dataclasses.replace(drawn.context.trajectories.sampler, solver="euler")
     for latents, rows, levels, _, made in calls:
         own = final[:: len(final) // len(latents)]
-        other = rollout.complete_states(
+        other = rollout.complete_trajectories(
             policy=state.policy,
             conditioning=rows,
             latents=latents,

@@ -161,7 +161,7 @@ def test_a_random_window_costs_its_mean_over_the_run():
     method = load_method(settings)
     images = settings.prompts_per_iteration * settings.images_per_prompt
     states = [
-        int(method.sampler(i).stochastic) for i in range(200)
+        int(method.sampler(i).stochastic_steps) for i in range(200)
     ]  # one forward a group up to the branch
     expected = (
         sum((k + 1) / settings.images_per_prompt + settings.steps - 1 - k for k in states) / 200

@@ -161,7 +161,7 @@ def test_latents_that_a_vae_encoded_in_tiles_are_not_those_of_the_whole_image(ho
         policy.load_policy(str(home / "model"), resolution=64, max_tokens=8, vae_tiling=tiling)
         for tiling in (False, True)
     )
-    assert whole.key != tiled.key and whole.model_key == tiled.model_key
+    assert whole.key != tiled.key and whole.encoder_hash == tiled.encoder_hash
 
 
 def test_guidance_reads_the_empty_prompt_with_each_image(home):

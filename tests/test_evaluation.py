@@ -21,7 +21,7 @@ from chunk_grpo import InputError
 from chunk_grpo.cli import main, training
 from chunk_grpo.core import settings
 from chunk_grpo.core.files import check_outside_runs, read_json, write_json
-from chunk_grpo.core.statistics import bootstrap_images
+from chunk_grpo.core.statistics import bootstrap_category_means
 from chunk_grpo.evaluation import evaluate, parts, run_images
 from chunk_grpo.models import trainable
 from chunk_grpo.planning.plan import describe_counts
@@ -425,6 +425,8 @@ def test_intervals_over_categories_and_images_hold_the_truth():
     held = []
     for _ in range(200):
         chance = random.beta(3 * rates[kind], 3 * (1 - rates[kind]))
-        found = bootstrap_images(random.random((len(kind), 4)) < chance[:, None], kind, draws=500)
+        found = bootstrap_category_means(
+            random.random((len(kind), 4)) < chance[:, None], kind, draws=500
+        )
         held.append(found["lo"] <= rates.mean() <= found["hi"])
     assert 0.90 <= np.mean(held) <= 0.99

@@ -308,7 +308,7 @@ def drawn(model):
 def test_ratio_is_one_before_the_first_update(family, scale):
     """The log-probabilities of the rollout, one step in a batch, are those of the replay, all in another batch."""
     what, work = drawn(load(family[1], true_cfg_scale=scale))
-    old = what.trajectories.log_probs[work.image, work.step]
+    old = what.trajectories.log_probs[work.image_index, work.step_index]
     assert (
         max_ratio_error(compute_transition_stats(what, work, Method(Settings()))[0], old, work)
         < 1e-5
@@ -352,7 +352,7 @@ def test_an_update_is_learned_saved_loaded_and_switched_off(family, rank, scale,
 
     after = model.velocity(x, sigma, what.conditioning).detach()
     assert (after - before).abs().max() > 1e-4
-    with torch.no_grad(), trainable.base_weights(model):
+    with torch.no_grad(), trainable.use_base_weights(model):
         torch.testing.assert_close(
             model.velocity(x, sigma, what.conditioning), before, rtol=0, atol=1e-6
         )
@@ -375,7 +375,7 @@ def test_float16(family, stored):
     """A forward in float16, of weights stored either way, is nearer to the one in float32 than bfloat16's limit."""
     given = {"true_cfg_scale": 3.0}
     model = load(family[1], **given)
-    half = load(family[1], **given, dtype="float16", weights=stored)
+    half = load(family[1], **given, dtype="float16", weights_dtype=stored)
     x = torch.stack([model.noise(g) for g in generators()])
     sigma = torch.tensor([0.875, 0.25])
     # the same embeddings for both
@@ -395,7 +395,7 @@ def test_bfloat16(family, stored):
     """A forward in bfloat16, of weights stored either way, is near the one in float32."""
     given = {"true_cfg_scale": 3.0}
     model = load(family[1], **given)
-    half = load(family[1], **given, dtype="bfloat16", weights=stored)
+    half = load(family[1], **given, dtype="bfloat16", weights_dtype=stored)
     # which bfloat16 has too
     rows = model.encode(prompts_of(model))
     sigma = torch.tensor([0.875, 0.25])
@@ -489,7 +489,7 @@ def test_weights_are_aligned_wherever_the_file_has_them(family, monkeypatch):
     x = torch.stack([model.noise(g) for g in generators()])
     with torch.no_grad():
         untrained = model.velocity(x, sigma, rows)
-        with trainable.base_weights(model):
+        with trainable.use_base_weights(model):
             assert torch.equal(model.velocity(x, sigma, rows), untrained)
             assert not [p for p in model.transformer.parameters() if p.data_ptr() % 64]
         assert torch.equal(load(folder).velocity(x, sigma, rows), untrained)

@@ -190,7 +190,7 @@ def test_chunk_numbers_and_ratio_errors_are_those_of_all_processes(first):
             return None
 
     class State(SimpleNamespace):
-        def all_prompts(self, iteration):
+        def iteration_prompt_indices(self, iteration):
             return [0, 1]
 
     run_settings = load_settings("pocket/tiny", {"images_per_prompt": 2, "shared_noise": False})
@@ -212,15 +212,17 @@ def test_chunk_numbers_and_ratio_errors_are_those_of_all_processes(first):
     }
     update = SimpleNamespace(
         norms=[1.0],
-        stats=[SimpleNamespace(items=measured, kl=0.0)],
-        batches=[SimpleNamespace(chunk=torch.tensor([3, 4099]), chunk_sample_ids=torch.arange(2))],
+        stats=[SimpleNamespace(chunk_metrics=measured, kl=0.0)],
+        batches=[
+            SimpleNamespace(chunk_number=torch.tensor([3, 4099]), chunk_sample_ids=torch.arange(2))
+        ],
         ratio_errors=[0.25, 0.5],
     )
     rollout = SimpleNamespace(
         scores={"red": torch.tensor([0.0, 1.0])},
-        combined=torch.tensor([0.0, 1.0]),
+        combined_scores=torch.tensor([0.0, 1.0]),
         advantage=torch.tensor([-1.0, 1.0]),
-        statistics=torch.zeros(2, 3),
+        image_statistics=torch.zeros(2, 3),
     )
     line = collect_metrics(state, rollout, update)
     assert (line["ratio_floor"], line["ratio_floor_rollout"]) == (0.5, 0.5)

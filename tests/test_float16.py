@@ -76,10 +76,10 @@ def test_ratios_are_closer_to_one_than_in_bfloat16(folder):
     paths, batch = sampled(exact)
     errors = {}
     for dtype in ("float32", "float16", "bfloat16"):
-        model = policy.load_policy(folder, **ARGUMENTS, dtype=dtype, weights="float32")
+        model = policy.load_policy(folder, **ARGUMENTS, dtype=dtype, weights_dtype="float32")
         context = ReplayContext(model, model.encode(PROMPTS), paths)
         new = compute_transition_stats(context, batch, Method(Settings()))[0]
-        old = paths.log_probs[batch.image, batch.step]
+        old = paths.log_probs[batch.image_index, batch.step_index]
         errors[dtype] = max_ratio_error(new, old, batch)
     assert 0 <= errors["float32"] < errors["float16"] < errors["bfloat16"] / 2
 

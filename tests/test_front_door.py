@@ -149,11 +149,11 @@ def test_help_explains_the_parameters(name):
 def test_parameters_are_described_however_the_signature_is_laid_out(tmp_path):
     (tmp_path / "laid_out.py").write_text(
         "from chunk_grpo.arguments import checked, describe_parameters\n\n"
-        "@checked(\n    a=int,\n)\n"
+        "@check_arguments(\n    a=int,\n)\n"
         "def several(\n    a: int,  # the first\n    # the second,\n    # in two lines\n    b: str = 'x#y',\n"
         '    c: int = 0,\n) -> int:  # their sum\n    """Add."""\n    return a\n\n'
-        '@checked()\ndef single(a: int) -> int:  # a: the only one\n    """Return it."""\n    return a\n\n'
-        '@checked()\ndef bare(a):\n    """Do nothing."""\n'
+        '@check_arguments()\ndef single(a: int) -> int:  # a: the only one\n    """Return it."""\n    return a\n\n'
+        '@check_arguments()\ndef bare(a):\n    """Do nothing."""\n'
     )
     program = (
         "from laid_out import *; print(several.__doc__, single.__doc__, bare.__doc__, sep='|')"

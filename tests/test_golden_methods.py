@@ -16,7 +16,7 @@ from chunk_grpo.core.settings import load_settings
 from chunk_grpo.theory.credit import credit_advantages, relative_nearest_distances
 from chunk_grpo.theory.sampler import Sampler
 from chunk_grpo.theory.schedule import sigmas
-from chunk_grpo.theory.sharing import Sharing, edge_advantages, shared_states
+from chunk_grpo.theory.sharing import Sharing, edge_advantages, label_shared_states
 from chunk_grpo.training.method import Method
 from chunk_grpo.training.method_loading import load_method
 
@@ -64,7 +64,7 @@ def test_diffusion_nft(name):
     noise = wave(1)
     v = wave(2).requires_grad_()
     references = {"old": wave(2) + 0.1 * wave(3)}
-    losses = method.losses(
+    losses = method.level_stats(
         batch_at_levels(
             v, (1 - t) * clean + t * noise, noise - clean, levels=LEVELS, references=references
         )
@@ -82,8 +82,8 @@ def test_advantage_weighted_matching():
     batch = batch_at_levels(
         v, (1 - t) * clean + t * noise, noise - clean, levels=LEVELS, references=references
     )
-    new = method.losses(batch)
-    old = method.losses(replace(batch, velocity=wave(2) + 0.05 * wave(4)))
+    new = method.level_stats(batch)
+    old = method.level_stats(replace(batch, velocity=wave(2) + 0.05 * wave(4)))
     compare("awm", -objective_of(method, method.statistic(new, old)).mean(), v)
 
 
@@ -94,7 +94,7 @@ def test_centred_reward_distillation():
     noise = wave(1)
     v = wave(2).requires_grad_()
     references = {"old": wave(2) + 0.1 * wave(3)}
-    losses = method.losses(
+    losses = method.level_stats(
         batch_at_levels(
             v, (1 - t) * clean + t * noise, noise - clean, levels=LEVELS, references=references
         )
@@ -113,8 +113,8 @@ def test_elbo(surrogate):
     noise = wave(1)
     v = wave(2).requires_grad_()
     batch = batch_at_levels(v, (1 - t) * clean + t * noise, noise - clean, levels=LEVELS)
-    new = method.losses(batch)
-    old = method.losses(replace(batch, velocity=wave(2) + 0.05 * wave(4)))
+    new = method.level_stats(batch)
+    old = method.level_stats(replace(batch, velocity=wave(2) + 0.05 * wave(4)))
     moved = method.statistic(new, old)
     held = {"epg": ADVANTAGE, "pepg": ADVANTAGE - moved}.get(
         surrogate, torch.zeros(4)
@@ -137,8 +137,8 @@ def test_direct_group_preference():
     batch = batch_at_levels(
         v, (1 - t) * clean + t * noise, noise - clean, levels=LEVELS, references=references
     )
-    new = method.losses(batch)
-    old = method.losses(replace(batch, velocity=wave(4) + 0.05 * wave(6)))
+    new = method.level_stats(batch)
+    old = method.level_stats(replace(batch, velocity=wave(4) + 0.05 * wave(6)))
     one_group = torch.zeros(4, dtype=torch.long)
     worth = objective_of(method, method.statistic(new, old), one_group)
     compare("dgpo", -worth.mean(), v)
@@ -219,7 +219,7 @@ def test_self_opd():
 
 def test_tree_grpo_carries_advantages_up():
     """A mean over children, as its code has it; its deviation divides by the number of leaves, ours by one less."""
-    states = shared_states(Sharing.parse("tree:2@0,1,2").noise_owners(8, 3), torch.arange(3))
+    states = label_shared_states(Sharing.parse("tree:2@0,1,2").noise_owners(8, 3), torch.arange(3))
     ours = edge_advantages(wave(1).flatten()[None, :8], states, "leaves")[0]
     for depth, row in enumerate(GOLDEN["tree"]["edges"]):
         theirs = torch.tensor(row).repeat_interleave(8 // len(row)) * (7 / 8) ** 0.5

@@ -10,7 +10,7 @@ from chunk_grpo import InputError
 from chunk_grpo.core.settings import dump_settings, load_settings
 from chunk_grpo.models import trainable
 from chunk_grpo.theory.credit import select_exploiting_images
-from chunk_grpo.theory.sharing import shared_states
+from chunk_grpo.theory.sharing import label_shared_states
 from chunk_grpo.training.gradient import accumulate_gradients
 from chunk_grpo.training.method_loading import load_method
 from chunk_grpo.training.replay import ReplayContext
@@ -191,7 +191,7 @@ def test_group_larger_than_a_batch_shares_one_path_bit_for_bit(policy, method, b
         keys=keys,
         options=RolloutOptions(sampler, batch_size=batch, noise_owner=method.noise_owner),
     )
-    states = shared_states(method.noise_owner[: len(sampler) + 1], sampler.stochastic)
+    states = label_shared_states(method.noise_owner[: len(sampler) + 1], sampler.stochastic_steps)
     assert (states[:-1] != torch.arange(4)).any()
     for step, row in enumerate(states.tolist()):
         for group in range(2):
@@ -225,7 +225,7 @@ def test_step_weights_scale_the_loss_and_not_its_target(policy, surrogate, propo
     found = []
     for weights in (None, torch.full((7,), 3.0)):
         work = build_update_batch(torch.arange(4), chosen, chunks, 64, weights, places)
-        new = method.replay(context, work.image, work.step)[0]
+        new = method.replay(context, work.image_index, work.step_index)[0]
         old = tuple(x.detach() - 0.3 for x in new)
         policy.transformer.zero_grad()
         stats = accumulate_gradients(

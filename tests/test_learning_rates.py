@@ -157,5 +157,5 @@ def test_every_schedule_that_may_be_named_is_one_of_diffusers():
     from diffusers.optimization import SchedulerType
 
     for name in ("constant", "linear", "cosine", "cosine_with_restarts:3"):
-        kind, _ = settings.lr_schedule(load_settings({}, {"lr_scheduler": name}))
+        kind, _ = settings.parse_lr_scheduler(load_settings({}, {"lr_scheduler": name}))
         assert kind in {member.value for member in SchedulerType}

@@ -41,7 +41,7 @@ def adapted(folder, *targets):
 
 def expected(folder, *targets):
     """By hand: linear layers of these names, or inside a module of one."""
-    family = inputs.find_family(inputs.check_pipeline_folder(folder))
+    family = inputs.import_family(inputs.check_pipeline_folder(folder))
     net = policy.load_policy(str(folder), resolution=SIDE, max_tokens=TOKENS).transformer
     assert family
     return {name for name in linear_layers(net) for t in targets if f".{t}." in f".{name}."}

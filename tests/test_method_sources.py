@@ -42,7 +42,7 @@ def test_an_early_window_reaches_the_last_transition_of_the_first_half(steps, wi
 def test_mix_flash_frozen_takes_the_papers_eight_forward_passes():
     method = method_of("mix-flash-frozen", steps=25)
     assert len(method.sampler(0)) == 8 and method.settings.merge == "rest:0.2"
-    assert method.sampler(0).second_order.any()
+    assert method.sampler(0).second_order_weights.any()
     assert len(method_of("mix-flash-frozen", steps=17).sampler(0)) == 6
 
 

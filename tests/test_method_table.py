@@ -233,7 +233,7 @@ def test_an_elbo_on_policy_is_the_advantage_times_the_flow_matching_gradient(nam
     levels = torch.tensor([0.9, 0.6, 0.3, 0.1])
     method, (v, target, x) = method_of(name), torch.randn(3, 4, 2, 3, generator=noise)
     method.weight, v = "simple", v.requires_grad_()
-    new = method.losses(batch_at_levels(velocity=v, latents=x, target=target, levels=levels))
+    new = method.level_stats(batch_at_levels(velocity=v, latents=x, target=target, levels=levels))
     statistic = method.statistic(new, tuple(e.detach() for e in new))
     worth = method.objective(terms_of(statistic, ADVANTAGE[:4], torch.arange(4)))
     matched = -ADVANTAGE[:4] * (v - target).square().mean((1, 2))
@@ -256,7 +256,7 @@ def test_at_the_base_a_preference_is_the_flow_matching_of_good_images_less_that_
         levels=torch.full((4,), 0.5),
         references={"base": base},
     )
-    new = method.losses(batch)
+    new = method.level_stats(batch)
     advantage = torch.tensor([1.5, -2.0, 0.3, 0.2])
     statistic = method.statistic(new, tuple(e.detach() for e in new))
     worth = method.objective(terms_of(statistic, advantage))
@@ -314,7 +314,7 @@ def test_awm_on_policy_is_the_advantage_times_the_bent_flow_matching_gradient():
     batch = batch_at_levels(
         velocity=v, latents=x, target=target, levels=levels, references={"ema": v.detach()}
     )
-    new = method.losses(batch)
+    new = method.level_stats(batch)
     statistic = method.statistic(new, tuple(e.detach() for e in new))
     worth = method.objective(terms_of(statistic, ADVANTAGE[:4], torch.arange(4)))
     bent = 4 * (v - target).square().mean((1, 2)) ** 0.25
@@ -547,14 +547,16 @@ def test_references_stay_where_they_are_if_every_step_is_skipped(tmp_path, monke
 def test_merged_transitions_are_one_draw_over_the_whole_way(policy):
     """E-GRPO's grid from the table of its paper, and a window as one transition: fewer forwards, the same two ends."""
     method = method_of("e-grpo", steps=16, shift=3.0, eta=0.7)
-    drawn = {int(sampler.stochastic[0]): len(sampler) for sampler in map(method.sampler, range(60))}
+    drawn = {
+        int(sampler.stochastic_steps[0]): len(sampler) for sampler in map(method.sampler, range(60))
+    }
     assert drawn == {k: 16 if k < 5 else 15 for k in range(8)}  # steps 6, 7 and 8 are two in one
     window = method_of("mix", window="frozen:3")
     step = method_of("chunk-step", window="frozen:3")
     whole = window.sampler(0)
     merged = step.sampler(0)
     assert len(whole) - len(merged) == 2
-    assert merged.stochastic.tolist() == [0] and whole.stochastic.tolist() == [0, 1, 2]
+    assert merged.stochastic_steps.tolist() == [0] and whole.stochastic_steps.tolist() == [0, 1, 2]
     assert torch.equal(merged.sigmas[1:], whole.sigmas[3:]) and merged.sigmas[0] == whole.sigmas[0]
     assert step.counts().rollout / window.counts().rollout == len(merged) / len(whole)
     assert gradient(context_of(policy, step), step).norm() > 0
@@ -568,11 +570,14 @@ def test_flash_takes_fewer_transitions_after_its_window_and_none_less_before(pol
     for done in range(0, 25 * 21, 25):
         long = mix.sampler(done)
         short = flash.sampler(done)
-        after = int(long.stochastic[-1]) + 1
-        assert torch.equal(short.stochastic, long.stochastic)
+        after = int(long.stochastic_steps[-1]) + 1
+        assert torch.equal(short.stochastic_steps, long.stochastic_steps)
         assert torch.equal(short.sigmas[: after + 1], long.sigmas[: after + 1])
         assert len(short) == after + max(1, int(0.4 * (25 - after))) and short.sigmas[-1] == 0
-        assert not short.second_order[short.stochastic].any() and not short.second_order[after]
+        assert (
+            not short.second_order_weights[short.stochastic_steps].any()
+            and not short.second_order_weights[after]
+        )
     star = method_of(
         "mix-flash-frozen", window="frozen:2", merge="rest:0.8"
     )  # 4 of the 5 that are left
@@ -594,7 +599,7 @@ def test_flash_takes_fewer_transitions_after_its_window_and_none_less_before(pol
     image = {i: x[i] - sampler.sigmas[i] * v[i] for i in v}
     torch.testing.assert_close(x[3], sampler.mean_std(v[2], x[2], 2)[0], rtol=1e-4, atol=1e-4)
     for i in (3, 4):
-        more = sampler.second_order[i].float() * (image[i] - image[i - 1])
+        more = sampler.second_order_weights[i].float() * (image[i] - image[i - 1])
         assert more.abs().max() > 1e-2
         torch.testing.assert_close(
             x[i + 1], sampler.mean_std(v[i], x[i], i)[0] + more, rtol=1e-4, atol=1e-4
@@ -727,7 +732,7 @@ def test_a_branch_pulls_by_its_gain_and_pushes_by_how_unlike_the_best_it_is(poli
     """Self-OPD: the printed regression has the gradient of the weighted log-densities; a bad twin of the best is spared."""
     method = method_of("self-opd")
     sampler = method.sampler(0)
-    place = int(sampler.stochastic)
+    place = int(sampler.stochastic_steps)
     rows = policy.encode(["a red star"])
     row = torch.zeros(4, dtype=torch.long)
     paths = sample_trajectories(
@@ -805,13 +810,13 @@ def test_gardo_holds_the_images_alone_whose_reward_outruns_the_others(policy, tm
     settings = load_settings("pocket/tiny", {**base, "anchor_share": 0.5})
     state = load_policy_and_optimizer(prepare_state(settings, tmp_path))
     drawn = sample_groups(state)
-    assert set(drawn.scores) == {"pocket-clip"} and drawn.context.anchored.sum() >= 4
-    assert not drawn.context.anchored.all()
+    assert set(drawn.scores) == {"pocket-clip"} and drawn.context.anchor_mask.sum() >= 4
+    assert not drawn.context.anchor_mask.all()
     with torch.no_grad():
         for p in state.policy.trained:
             p += 0.01
     _, away = state.method.replay(drawn.context, torch.arange(8), torch.full((8,), 2))
-    assert ((away > 0) == drawn.context.anchored).all()
+    assert ((away > 0) == drawn.context.anchor_mask).all()
 
 
 def test_a_good_image_earns_by_its_distance_to_its_nearest_sibling(policy, tmp_path):

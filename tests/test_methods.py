@@ -214,7 +214,7 @@ def test_a_window_of_all_transitions_is_steps(policy):
     before, module.WIDTH = module.WIDTH, 6
     steps = load_method(settings.load_settings("pocket/tiny", [*SMALL, "chunks=steps"]))
     try:
-        assert mix.sampler(0).stochastic.tolist() == list(range(6))
+        assert mix.sampler(0).stochastic_steps.tolist() == list(range(6))
         made = []
         advantage = torch.tensor([1.0, -1.0, 0.5, -0.5] * 2)
         for method in (mix, steps):
@@ -237,19 +237,22 @@ def test_a_window_of_all_transitions_is_steps(policy):
 
 def test_a_window_slides_and_its_weights_stay_inside(policy):
     method = method_of("Mix", step_weights="2,2", iterations=100)
-    starts = [method.sampler(i).stochastic.tolist() for i in (0, 24, 25, 50, 75)]
+    starts = [method.sampler(i).stochastic_steps.tolist() for i in (0, 24, 25, 50, 75)]
     assert starts == [[0, 1, 2, 3]] * 2 + [[1, 2, 3, 4], [2, 3, 4, 5], [0, 1, 2, 3]]
     context = context_of(policy, method, 25)
     assert context.trajectories.log_probs.shape == (8, 4)
     work = work_of(context, method)
     assert (
-        set(work.step.tolist()) == {1, 2, 3, 4}
+        set(work.step_index.tolist()) == {1, 2, 3, 4}
         and method.transition_weights(context.trajectories.sampler)[1:5].mean() == 1
     )
-    again, _ = method.replay(context, work.image, work.step)
-    places = work.step - 1
+    again, _ = method.replay(context, work.image_index, work.step_index)
+    places = work.step_index - 1
     torch.testing.assert_close(
-        again[0].detach(), context.trajectories.log_probs[work.image, places], rtol=0, atol=1e-4
+        again[0].detach(),
+        context.trajectories.log_probs[work.image_index, places],
+        rtol=0,
+        atol=1e-4,
     )
 
 
@@ -263,7 +266,7 @@ def test_nfts_terms_cancel_in_value_before_the_first_update_and_not_in_gradient(
         found[strength] = gradient(context, work, advantage, method)
     assert found[2.0][1].objective == pytest.approx(found[0.0][1].objective, rel=1e-6)
     assert (found[2.0][0] - found[0.0][0]).norm() > 0.1 * found[2.0][0].norm()
-    (losses,), _ = method.replay(context, work.image, work.step)
+    (losses,), _ = method.replay(context, work.image_index, work.step_index)
     assert torch.equal(losses[:, 0], losses[:, 1])
 
 
@@ -274,9 +277,9 @@ def test_the_ratio_is_exactly_one_before_the_first_update(policy, name):
     for limit in (64, 1):  # in one pass and in two
         work = work_of(context, method, limit=limit)
         for old in (None, compute_transition_stats(context, work, method)):
-            ratio = gradient(context, work, torch.ones(8), method, old)[1].items["ratio"]
+            ratio = gradient(context, work, torch.ones(8), method, old)[1].chunk_metrics["ratio"]
             assert (
-                torch.equal(ratio, torch.ones(len(work.chunk_image)))
+                torch.equal(ratio, torch.ones(len(work.chunk_image_index)))
                 or old is not None
                 and limit == 1
             )
@@ -409,4 +412,4 @@ def test_weights_of_a_window_fit_a_grid_that_a_merge_shortens(name):
     sampler = method.sampler(0)
     weights = method.transition_weights(sampler)
     assert len(sampler) < run_settings.steps and weights.shape == (len(sampler),)
-    assert weights.nonzero().flatten().tolist() == sampler.stochastic.tolist()
+    assert weights.nonzero().flatten().tolist() == sampler.stochastic_steps.tolist()

@@ -51,7 +51,7 @@ def test_the_same_weights_are_fetched_once(monkeypatch, tmp_path):
         return tmp_path
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", fetch)
-    inputs.locate_model("some/model")
+    inputs.fetch_model("some/model")
     left = {*SD35.split()} - asked["files"]
     assert not [file for file in asked["files"] if "fp16" in file or "text_encoders/" in file]
     assert all(
@@ -62,7 +62,7 @@ def test_the_same_weights_are_fetched_once(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("name", ["transformer/diffusion_pytorch_model.safetensors", "vae/x.json"])
 def test_model_with_a_pipe_is_rejected_in_one_sentence(name, tmp_path):
-    folder = shutil.copytree(inputs.locate_model("pocket"), tmp_path / "model")
+    folder = shutil.copytree(inputs.fetch_model("pocket"), tmp_path / "model")
     (folder / name).unlink(missing_ok=True)
     os.mkfifo(folder / name)
     writer = os.open(folder / name, os.O_RDWR | os.O_NONBLOCK)  # so that no reader waits
@@ -88,7 +88,7 @@ def test_guidance_scale_is_rejected_for_a_model_that_ignores_it(changes):
 @pytest.mark.parametrize("name", ["dev", "sd3", "qwen", "z_image", "klein"])
 def test_only_a_family_that_uses_the_guidance_scale_allows_it(name, tmp_path):
     folder = tiny_families.build(name, tmp_path / name)
-    family = inputs.find_family(inputs.check_pipeline_folder(folder))
+    family = inputs.import_family(inputs.check_pipeline_folder(folder))
     config = inputs.read_model_json(folder, "transformer/config.json")
     given = settings.load_settings("pocket/tiny", {"guidance": 2.5})
     if name == "dev":
@@ -117,7 +117,7 @@ def test_largest_block_is_counted_if_the_last_one_has_frozen_layers(rank, tmp_pa
     config = read_model_config(tiny_families.build("qwen", tmp_path / "qwen"))
     sizes = json.loads(config.transformer) | {"num_layers": 4}
     config = replace(config, transformer=json.dumps(sizes))
-    family = inputs.find_family("QwenImagePipeline")
+    family = inputs.import_family("QwenImagePipeline")
 
     def count():
         empty = build_meta_policy(config, 64, 12, rank=rank)
@@ -269,7 +269,7 @@ MISSING = {
 @pytest.fixture
 def pocket_copy(tmp_path):
     """The pocket model in a folder of its own, that may be harmed."""
-    return shutil.copytree(inputs.locate_model("pocket"), tmp_path / "model")
+    return shutil.copytree(inputs.fetch_model("pocket"), tmp_path / "model")
 
 
 @pytest.mark.parametrize("name", MISSING)
@@ -387,7 +387,7 @@ def test_a_configuration_of_another_network_is_refused(pocket_copy, monkeypatch,
 def test_what_diffusers_saved_belongs_together(name, tmp_path):
     """Of every family."""
     folder = tiny_families.build(name, tmp_path / "model")
-    family = inputs.find_family(inputs.check_pipeline_folder(folder))
+    family = inputs.import_family(inputs.check_pipeline_folder(folder))
     inputs.check_network_weights(
         folder, "transformer", inputs.import_class(family.network_classes[0])
     )

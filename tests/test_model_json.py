@@ -27,7 +27,7 @@ CONTENTS = {
 @pytest.fixture
 def model(tmp_path):
     """The pocket model in a folder of its own, that may be harmed."""
-    return shutil.copytree(inputs.locate_model("pocket"), tmp_path / "model")
+    return shutil.copytree(inputs.fetch_model("pocket"), tmp_path / "model")
 
 
 def sentence(action):

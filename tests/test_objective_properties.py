@@ -8,18 +8,18 @@ from hypothesis import strategies as st
 from chunk_grpo import InputError
 from chunk_grpo.theory.chunks import (
     Chunks,
+    chunk_transition_weights,
     chunks_from_setting,
     fits_in_batch,
     flatten_chunks,
     split_into_batches,
-    step_weights,
 )
 from chunk_grpo.theory.objective import (
     chunk_ratio,
+    chunk_sample_ratio,
     clipped_objective,
     group_advantages,
     is_clipped,
-    segment_ratio,
 )
 
 partitions = st.lists(st.integers(1, 9), min_size=1, max_size=8).map(
@@ -50,8 +50,8 @@ def ragged(seed, chunks, samples):
     chosen = torch.stack(
         [torch.randperm(len(chunks), generator=generator)[:count] for _ in range(samples)]
     )
-    _, _, segment = flatten_chunks(chunks, chosen)
-    return segment[torch.randperm(len(segment), generator=generator)]
+    _, _, chunk_sample_ids = flatten_chunks(chunks, chosen)
+    return chunk_sample_ids[torch.randperm(len(chunk_sample_ids), generator=generator)]
 
 
 # chunks
@@ -72,7 +72,7 @@ def test_a_partition_holds_every_transition_once(chunks):
 
 @drawn(partitions)
 def test_chunks_weigh_alike(chunks):
-    weights = step_weights(chunks, torch.float64)
+    weights = chunk_transition_weights(chunks, torch.float64)
     assert weights.shape == (chunks.transitions,)
     for part in chunks.slices:
         assert weights[part].sum().item() == pytest.approx(chunks.transitions / len(chunks))
@@ -115,20 +115,20 @@ def test_segments_are_three_loops(chunks, seed, samples):
 
 @drawn(partitions, seeds, st.integers(1, 6), st.integers(1, 20))
 def test_batches_cover_once_and_keep_items_whole(chunks, seed, samples, limit):
-    segment = ragged(seed, chunks, samples)
-    parts = split_into_batches(segment, limit)
-    assert torch.equal(torch.cat(parts).sort().values, torch.arange(len(segment)))
+    chunk_sample_ids = ragged(seed, chunks, samples)
+    parts = split_into_batches(chunk_sample_ids, limit)
+    assert torch.equal(torch.cat(parts).sort().values, torch.arange(len(chunk_sample_ids)))
     assert all(1 <= len(part) <= limit for part in parts)
-    sizes = segment.bincount()
+    sizes = chunk_sample_ids.bincount()
     homes = [
-        {n for n, part in enumerate(parts) if (segment[part] == item).any()}
+        {n for n, part in enumerate(parts) if (chunk_sample_ids[part] == item).any()}
         for item in range(len(sizes))
     ]
     assert all(
         len(home) == 1 for home, size in zip(homes, sizes.tolist(), strict=True) if size <= limit
     )
     assert (
-        fits_in_batch(segment, limit)
+        fits_in_batch(chunk_sample_ids, limit)
         == all(len(home) == 1 for home in homes)
         == bool((sizes <= limit).all())
     )
@@ -141,10 +141,11 @@ def test_batches_cover_once_and_keep_items_whole(chunks, seed, samples, limit):
 def test_the_ratio_is_exactly_one_where_nothing_changed(chunks, seed, dtype):
     logp = (3 * randn(seed, 4, chunks.transitions)).to(dtype)
     assert torch.equal(chunk_ratio(logp, logp, chunks), torch.ones(4, len(chunks), dtype=dtype))
-    segment = ragged(seed, chunks, 4)
-    flat = randn(seed, len(segment)).to(dtype)
+    chunk_sample_ids = ragged(seed, chunks, 4)
+    flat = randn(seed, len(chunk_sample_ids)).to(dtype)
     assert torch.equal(
-        segment_ratio(flat, flat, segment), torch.ones(int(segment.max()) + 1, dtype=dtype)
+        chunk_sample_ratio(flat, flat, chunk_sample_ids),
+        torch.ones(int(chunk_sample_ids.max()) + 1, dtype=dtype),
     )
 
 
@@ -152,9 +153,13 @@ def test_the_ratio_is_exactly_one_where_nothing_changed(chunks, seed, dtype):
 def test_flat_and_rectangular_ratios_agree(chunks, seed):
     new = randn(seed, 3, chunks.transitions)
     old = randn(seed + 1, 3, chunks.transitions)
-    sample, index, segment = flatten_chunks(chunks, torch.arange(len(chunks)).expand(3, -1))
-    order = torch.randperm(len(segment), generator=torch.Generator().manual_seed(seed))
-    flat = segment_ratio(new[sample, index][order], old[sample, index][order], segment[order])
+    sample, index, chunk_sample_ids = flatten_chunks(
+        chunks, torch.arange(len(chunks)).expand(3, -1)
+    )
+    order = torch.randperm(len(chunk_sample_ids), generator=torch.Generator().manual_seed(seed))
+    flat = chunk_sample_ratio(
+        new[sample, index][order], old[sample, index][order], chunk_sample_ids[order]
+    )
     torch.testing.assert_close(
         flat.reshape(3, -1), chunk_ratio(new, old, chunks), rtol=1e-12, atol=0
     )
@@ -214,15 +219,18 @@ def test_to_first_order_chunks_are_weights_on_steps(chunks, seed):
         clipped_objective(chunk_ratio(new, new.detach(), partition), advantage, 0.1).backward()
         gradients.append(new.grad)
     torch.testing.assert_close(
-        gradients[0], gradients[1] * step_weights(chunks, torch.float64), rtol=1e-12, atol=0
+        gradients[0],
+        gradients[1] * chunk_transition_weights(chunks, torch.float64),
+        rtol=1e-12,
+        atol=0,
     )
 
 
 def test_wrong_shapes_are_rejected_with_what_must_hold_and_what_came():
-    segment = torch.tensor([0, 0, 1])
+    chunk_sample_ids = torch.tensor([0, 0, 1])
     for call in (
-        lambda: segment_ratio(torch.ones(3), torch.ones(2), segment),
-        lambda: segment_ratio(torch.ones(3), torch.ones(3), segment.float()),
+        lambda: chunk_sample_ratio(torch.ones(3), torch.ones(2), chunk_sample_ids),
+        lambda: chunk_sample_ratio(torch.ones(3), torch.ones(3), chunk_sample_ids.float()),
         lambda: chunk_ratio(torch.ones(2, 3), torch.ones(2, 3), Chunks((2, 2))),
         lambda: clipped_objective(torch.ones(2, 3), torch.ones(3), 0.1),
         lambda: group_advantages(torch.tensor([[1.0, float("inf")]])),

@@ -19,9 +19,9 @@ print(flush=True)
 sum(range(10**13))  # never comes back to Python, which is where signals are looked at
 """
 PARENT = """import os, subprocess, sys
-from chunk_grpo.core.machine import die_with_parent
+from chunk_grpo.core.machine import make_parent_death_hook
 child = subprocess.Popen([sys.executable, "-c", sys.argv[1]], stdout=subprocess.PIPE, start_new_session=True,
-                         preexec_fn=die_with_parent(os.getpid()))
+                         preexec_fn=make_parent_death_hook(os.getpid()))
 child.stdout.readline()
 print(child.pid, flush=True)
 sys.stdin.read()

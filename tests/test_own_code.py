@@ -13,10 +13,10 @@ from commands import call, environment
 
 from chunk_grpo import InputError
 from chunk_grpo.core.imports import import_callable
-from chunk_grpo.core.settings import load_settings, named_code
+from chunk_grpo.core.settings import list_code_paths, load_settings
 from chunk_grpo.core.user_code import find_code
 from chunk_grpo.rewards.rewards import score_images
-from chunk_grpo.theory.chunks import ChunkRule, names_code
+from chunk_grpo.theory.chunks import ChunkRule, is_code_path
 
 FEW = [
     "iterations=1",
@@ -161,20 +161,20 @@ def test_code_in_a_module_whose_name_ends_in_a_digit_is_recorded(field, tmp_path
     (tmp_path / "mine2.py").write_text("def made(): ...\n")
     monkeypatch.chdir(tmp_path)
     named = load_settings("pocket/tiny").model_copy(update={field: "mine2:made"})
-    assert named_code(named) == ["mine2:made"]
+    assert list_code_paths(named) == ["mine2:made"]
     assert [*find_code(named)] == [f"{field}: mine2:made"]
 
 
 @pytest.mark.parametrize("path", ["pkg.v2:Rank", "a b/m.py:f", "a\nb.py:f", "m\u00e9thode:Rang"])
 def test_code_is_what_can_be_imported(path):
-    assert names_code(path) and ChunkRule.parse(path, 6).kind == "code"
+    assert is_code_path(path) and ChunkRule.parse(path, 6).kind == "code"
 
 
 @pytest.mark.parametrize(
     "text", ["clip", "dppo:1e-6", "asymmetric:0.1:0.2", "tree:2@0,3", "seeds:4", "adaptive:3", ":f"]
 )
 def test_a_setting_with_a_colon_is_not_always_code(text):
-    assert not names_code(text)
+    assert not is_code_path(text)
 
 
 def test_what_no_file_has_is_refused():

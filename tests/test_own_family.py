@@ -11,7 +11,7 @@ import torch
 from commands import call, run
 from small_runs import metrics, trained, write
 
-from chunk_grpo.models.inputs import _import_family
+from chunk_grpo.models.inputs import _import_user_family
 from chunk_grpo.models.policy import load_policy
 
 OWN = '''
@@ -155,12 +155,12 @@ def test_embeddings_of_a_family_are_read_only_with_the_code_that_made_them(tmp_p
         (tmp_path / "my_scale.py").write_text(f"FACTOR = {helper}\n")
         monkeypatch.delitem(sys.modules, "my_scale", raising=False)
         (tmp_path / "my_scaled.py").write_text(f"{SCALED}\n\nFACTOR = {factor}\n")
-        _import_family.cache_clear()
+        _import_user_family.cache_clear()
         policy = load_policy("pocket", resolution=64, max_tokens=12, family=family)
         return policy.encode(["a red star"])["prompt_embeds"], policy.key
 
     usual, usual_key = embeds()
-    assert usual_key == load_policy("pocket", resolution=64, max_tokens=12).model_key
+    assert usual_key == load_policy("pocket", resolution=64, max_tokens=12).encoder_hash
     doubled, doubled_key = embeds("my_scaled.py:Scaled", factor=2)
     assert torch.equal(doubled, 2 * usual)
     assert embeds("my_scaled.py:Scaled", factor=2)[1] == doubled_key
@@ -182,7 +182,7 @@ def test_embeddings_of_a_family_in_a_package_depend_on_its_relative_imports(tmp_
         (package / "my_scale.py").write_text(f"FACTOR = {factor}\n")
         for name in [name for name in sys.modules if name.startswith("my_families")]:
             monkeypatch.delitem(sys.modules, name)
-        _import_family.cache_clear()
+        _import_user_family.cache_clear()
         family = "my_families.scaled:Scaled"
         return load_policy("pocket", resolution=64, max_tokens=12, family=family).key
 

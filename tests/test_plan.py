@@ -23,9 +23,9 @@ from chunk_grpo.core import machine, settings
 from chunk_grpo.models import activations, inputs, policy, trainable
 from chunk_grpo.models.activations import (
     activation_bytes,
+    decode_batch_size,
     decode_bytes_on_gpu,
     fit_update_batch,
-    images_decoded_at_once,
 )
 from chunk_grpo.models.cost import (
     count_trained_parameters,
@@ -49,7 +49,7 @@ from chunk_grpo.planning.devices import find_device, iteration_seconds, recognis
 from chunk_grpo.planning.disk import run_disk_bytes
 from chunk_grpo.planning.memory import host_memory, peak_memory, training_memory
 from chunk_grpo.planning.plan import describe_counts, describe_estimates
-from chunk_grpo.planning.processes import choose_processes
+from chunk_grpo.planning.processes import choose_process_count
 from chunk_grpo.runs import launch
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -350,7 +350,7 @@ def test_images_and_tiles_that_are_alike_take_alike(name, resolution, tmp_path, 
 )
 def test_every_known_model_has_a_whole_plan(model):
     """On a device that has no room for some of them; a model that edits is planned before its list is there."""
-    edits = inputs.find_family(known_model_configs()[model].pipeline).edits_images
+    edits = inputs.import_family(known_model_configs()[model].pipeline).edits_images
     lists = dict.fromkeys(("prompts", "eval_prompts"), "edits.jsonl") if edits else {}
     run_settings = settings.load_settings(
         lists
@@ -544,8 +544,8 @@ def test_a_plan_imports_no_other_familys_pipeline(tmp_path):
     code = (
         "import sys, chunk_grpo.models.policy; from chunk_grpo.core import settings\n"
         "assert 'chunk_grpo.models.families' not in sys.modules\n"
-        "from chunk_grpo.models.inputs import FAMILIES, find_family\n"
-        "assert len([find_family(name).known_configs for name in FAMILIES]) == 7\n"
+        "from chunk_grpo.models.inputs import FAMILIES, import_family\n"
+        "assert len([import_family(name).known_configs for name in FAMILIES]) == 7\n"
         "pipelines = [n for n in sys.modules if n.startswith('diffusers.pipelines.')]\n"
         "assert not any('_' in n.split('.')[-1] for n in pipelines)\n"
         "from chunk_grpo.planning import plan\n"
@@ -613,12 +613,12 @@ def test_a_preset_carries_its_processes(gpus, wanted, monkeypatch, tmp_path):
         machine, "machine_info", lambda: {"gpus": ["H100"] * gpus, "cores": 64, "memory_gb": 512.0}
     )
     run_settings = settings.load_settings("machines/8x80gb-full-flux1-dev")
-    assert choose_processes(run_settings, "machines/8x80gb-full-flux1-dev") == wanted
-    assert choose_processes(run_settings, "paper/chunk") == 1
-    assert choose_processes(run_settings, str(mine)) == wanted
+    assert choose_process_count(run_settings, "machines/8x80gb-full-flux1-dev") == wanted
+    assert choose_process_count(run_settings, "paper/chunk") == 1
+    assert choose_process_count(run_settings, str(mine)) == wanted
     # With prompts that eight processes cannot share, `train` uses one, and so does `plan`.
     mine.write_text("like: machines/8x80gb-full-flux1-dev\nprompts_per_iteration: 4\n")
-    assert choose_processes(settings.load_settings(mine), str(mine)) == 1
+    assert choose_process_count(settings.load_settings(mine), str(mine)) == 1
     said = CliRunner().invoke(main.app, ["plan", str(mine), "--device", "h100"]).output
     assert ", 1 process\n" in said
     said = CliRunner().invoke(main.app, ["plan", "paper/eight-gpu-full", "--device", "h100"]).output
@@ -644,7 +644,7 @@ def test_the_memory_of_reference_weights_counts_when_processes_are_chosen(monkey
         gigabytes = 2 * 2 * (process_bytes + 1e9) / 1e9
         machine_of = {"gpus": [], "cores": 2, "memory_gb": gigabytes}
         monkeypatch.setattr(machine, "machine_info", lambda found=machine_of: found)
-        assert choose_processes(run_settings, reference_weights=1) == wanted
+        assert choose_process_count(run_settings, reference_weights=1) == wanted
         said = CliRunner().invoke(main.app, ["plan", *words, "--rate", "1"]).output
         assert (", 2 processes" in said) == (wanted == 2), said
 
@@ -784,10 +784,7 @@ def test_decoding_is_counted_by_the_batch_that_is_decoded():
     """Twelve images of 1024 px are asked for, seven are decoded at once, and each largest activation is there twice."""
     network = find_model_config("black-forest-labs/FLUX.1-dev")
     run_settings = settings.load_settings("paper/one-h200-lora")
-    assert (
-        images_decoded_at_once(network, 1024, 12) == 7
-        and images_decoded_at_once(network, 512, 12) == 12
-    )
+    assert decode_batch_size(network, 1024, 12) == 7 and decode_batch_size(network, 512, 12) == 12
     planned = decode_bytes_on_gpu(network, 1024, run_settings.dtype, False, 7)
     assert peak_memory(run_settings, network)[1]["decoding"] == planned
     assert planned == pytest.approx(15.052e9, rel=1e-3)  # measured on an H200, see the page speed
@@ -817,7 +814,7 @@ def test_reference_weights_take_memory_and_disk_space():
     )
     assert iteration_counts(anchored).reference_weights == 1
     counts = dataclasses.replace(iteration_counts(run_settings), reference_weights=2.0)
-    memory = plan.estimate_numbers(run_settings, 1e15, counts=counts)["memory_bytes"]
+    memory = plan.estimate_plan(run_settings, 1e15, counts=counts)["memory_bytes"]
     assert memory["reference weights"] == 2 * trained
     rows = dict(describe_estimates(run_settings, 1e15, counts=counts, device="h200"))
     assert rows["  reference weights"] == f"{2 * trained / 1e9:.2f} GB"

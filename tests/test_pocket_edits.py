@@ -55,7 +55,7 @@ def one_thread():
 def verdict(instruction, *things, scene=SCENE):
     """What the checker says of a picture of some objects."""
     edit = edits.parse_instruction(instruction)
-    record = edits.edit_record(scene, edit, "")
+    record = edits.build_edit_record(scene, edit, "")
     return CHECK([render_scene(Scene("", things))], [instruction], [record]).item()
 
 
@@ -70,7 +70,7 @@ def test_the_picture_of_an_edit_is_right_and_that_of_another_is_wrong(kind):
         pictures = [render_scene(edits.apply_edit(scene, edit)) for edit in possible]
         for edit in [edit for edit in possible if edit.kind == kind][:6]:
             count = len(possible)
-            records = [edits.edit_record(scene, edit, "")] * count
+            records = [edits.build_edit_record(scene, edit, "")] * count
             verdicts = CHECK(pictures, [edit.instruction] * count, records)
             assert verdicts.tolist() == [float(other == edit) for other in possible]
 
@@ -153,7 +153,7 @@ def test_rewards_take_images_of_any_form_and_need_records():
     ],
 )
 def test_a_record_that_cannot_be_judged_is_rejected_in_one_sentence(change, fault):
-    record = edits.edit_record(SCENE, edits.parse_instruction("remove the red star"), "")
+    record = edits.build_edit_record(SCENE, edits.parse_instruction("remove the red star"), "")
     CHECK.check_record(record)
     with pytest.raises(InputError, match=fault) as error:
         CHECK.check_record(record | change)
@@ -168,7 +168,7 @@ def test_lists_and_images_are_what_their_function_makes():
         made = []
         for number, (scene, of_scene) in enumerate(edited):
             image = f"images/{split}-{number:02d}.png"
-            made += [edits.edit_record(scene, edit, image) for edit in of_scene]
+            made += [edits.build_edit_record(scene, edit, image) for edit in of_scene]
             with Image.open(POCKET_DIR / "editing" / image) as shown:
                 assert np.array_equal(np.asarray(shown), np.asarray(render_scene(scene)))
         assert LISTS[split] == made

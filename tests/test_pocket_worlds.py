@@ -15,8 +15,8 @@ from chunk_grpo import InputError, pocket
 from chunk_grpo.core.files import read_json
 from chunk_grpo.core.settings import load_settings
 from chunk_grpo.models.inputs import (
+    fetch_model,
     find_unknown_words,
-    locate_model,
     make_inputs_absolute,
     read_prompts,
 )
@@ -185,7 +185,7 @@ def test_unknown_base_is_rejected_by_name_without_network(name, monkeypatch):
         huggingface_hub, "snapshot_download", lambda *a, **k: pytest.fail("the hub was asked")
     )
     with pytest.raises(InputError) as error:
-        locate_model(name)
+        fetch_model(name)
     assert repr(name) in str(error.value) and all(base in str(error.value) for base in BASES)
 
 
@@ -203,7 +203,7 @@ def test_base_is_the_shipped_one_where_a_folder_has_its_name(tmp_path, monkeypat
     monkeypatch.chdir(tmp_path)
     settings = make_inputs_absolute(load_settings("pocket/tiny", {"model": "pocket/undertrained"}))
     assert settings.model == "pocket/undertrained"
-    assert locate_model(settings.model) == pocket.POCKET_DIR / "bases/undertrained"
+    assert fetch_model(settings.model) == pocket.POCKET_DIR / "bases/undertrained"
 
 
 # A taste and its proxy

@@ -61,7 +61,7 @@ def test_all_cores_count_if_the_system_has_no_cpu_affinity(tmp_path, monkeypatch
     monkeypatch.setattr("os.cpu_count", lambda: 6)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     (tmp_path / "run.json").write_text(json.dumps({"processes": 100}))
-    assert processes.default_sampling_processes(tmp_path) == 6
+    assert processes.default_process_count(tmp_path) == 6
 
 
 ENDING = """

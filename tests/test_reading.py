@@ -397,13 +397,13 @@ def test_a_new_evaluation_renews_the_report_that_shows_the_old_one(tmp_path, mon
         "write_run_report",
         lambda run, name="train", checkpoint=None: written.append((name, checkpoint)),
     )
-    commands.evaluate_heldout(run, [], 0)
+    commands.evaluate_and_print(run, [], 0)
     (run / "report.html").write_text("the scores before")
-    commands.evaluate_heldout(run, [], 0)
+    commands.evaluate_and_print(run, [], 0)
     assert written == [("evaluate", None), ("evaluate", None), ("train", None)]
     assert "renewed" in capsys.readouterr().out
     # The report of the training does not show the evaluation of a checkpoint.
-    commands.evaluate_heldout(run, [], 0, checkpoint=20)
+    commands.evaluate_and_print(run, [], 0, checkpoint=20)
     assert written[3:] == [("evaluate", 20)]
 
 
@@ -418,10 +418,10 @@ def test_the_checkers_no_has_its_reason(tmp_path):
         "file": "a.png",
     }
     rows = pd.DataFrame([row | {"scores": {"pocket-geneval": 0.0}}])
-    assert figures.checker_notes(rows, tmp_path) == [
+    assert figures.detector_notes(rows, tmp_path) == [
         "a red star, trained: it sees a red star, a blue ring"
     ]
-    assert figures.checker_notes(rows.assign(scores=[{"pocket-geneval": 1.0}]), tmp_path) == []
+    assert figures.detector_notes(rows.assign(scores=[{"pocket-geneval": 1.0}]), tmp_path) == []
 
 
 def test_the_least_time_holds_on_a_machine_that_others_use(monkeypatch):

@@ -80,7 +80,7 @@ def test_intervals_cover_the_truth_where_prompts_are_repeated():
     for _ in range(200):
         means = draw.normal(size=PROMPTS)
         rows = [means[p] + 0.1 * draw.normal(size=1 + 3 * (p % 2)) for p in range(PROMPTS)]
-        found = statistics.bootstrap_images(rows, draws=500)
+        found = statistics.bootstrap_category_means(rows, draws=500)
         hits += found["lo"] <= 0 <= found["hi"]
     assert 0.88 <= hits / 200 <= 0.99
 
@@ -94,7 +94,7 @@ def test_prompts_of_different_categories_stay_apart_and_lists_without_repeats_ke
             for p in range(PROMPTS)
         ]
     )
-    assert alone == statistics.bootstrap_images(values)
+    assert alone == statistics.bootstrap_category_means(values)
     sorted_in = [dict(r, category={"x": "ab"[r["prompt_index"] >= PROMPTS]}) for r in records(2, 1)]
     assert evaluate.summarise_evaluation(sorted_in)["x"]["base"]["n"] == 2 * PROMPTS
 

@@ -88,7 +88,7 @@ def test_a_switch_of_weights_is_not_cut_in_two(monkeypatch):
                 yield weights[1]
 
     with pytest.raises(machine.Terminated), machine.raise_on_sigterm():
-        with trainable.base_weights(Policy()):
+        with trainable.use_base_weights(Policy()):
             pytest.fail("the signal came before")
     assert all(bool((one == 1).all()) for one in weights)
     assert all(bool((one == 0).all()) for one in base)

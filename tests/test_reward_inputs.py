@@ -90,7 +90,7 @@ def train(run: Path, run_settings: settings.Settings) -> None:
     """Train in this process."""
     note = {"status": "created", "settings": run_settings.model_dump(mode="json")}
     write_json(run / "run.json", note)
-    launch.train_folder(run)
+    launch.launch_run(run)
 
 
 def calls(folder: Path) -> list[tuple[list[int], list[str]]]:
@@ -203,10 +203,14 @@ def test_a_wrong_signature_or_a_missing_record_is_one_sentence_before_training(o
 
 
 def test_changed_records_are_changed_prompts_when_a_run_is_resumed(own):
-    from chunk_grpo.models.inputs import check_and_hash_inputs, describe_inputs, find_changed_input
+    from chunk_grpo.models.inputs import (
+        check_and_hash_inputs,
+        find_changed_input,
+        fingerprint_inputs,
+    )
 
     run_settings = small(own, reward="plain")
-    known = check_and_hash_inputs(run_settings) | {"inputs": describe_inputs(run_settings)}
+    known = check_and_hash_inputs(run_settings) | {"inputs": fingerprint_inputs(run_settings)}
     assert find_changed_input(run_settings, known) is None
     other = [sign | {"target": "X"} for sign in SIGNS]
     (own / "signs.jsonl").write_text("".join(json.dumps(sign) + "\n" for sign in other))
@@ -219,13 +223,13 @@ def test_changed_records_are_changed_prompts_when_a_run_is_resumed(own):
 
 
 def test_fields_that_are_added_to_a_list_are_noticed(own):
-    from chunk_grpo.models.inputs import describe_inputs, find_changed_input
+    from chunk_grpo.models.inputs import find_changed_input, fingerprint_inputs
 
     prompts = [sign["prompt"] for sign in SIGNS]
     (own / "plain.jsonl").write_text("".join(json.dumps({"prompt": p}) + "\n" for p in prompts))
     lists = {"prompts": str(own / "plain.jsonl"), "eval_prompts": str(own / "plain.jsonl")}
     run_settings = settings.load_settings("pocket/tiny", lists)
-    known = {"inputs": describe_inputs(run_settings)}
+    known = {"inputs": fingerprint_inputs(run_settings)}
     assert find_changed_input(run_settings, known) is None
     (own / "plain.jsonl").write_text("".join(json.dumps(sign) + "\n" for sign in SIGNS))
     assert find_changed_input(run_settings, known) == "prompts"

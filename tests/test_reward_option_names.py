@@ -201,7 +201,7 @@ def test_an_option_of_both_a_shipped_reward_and_its_child_process_is_rejected():
 
 @pytest.mark.parametrize(("name", "pixels"), [("hpsv21", "exact"), ("pickscore", "bytes")])
 def test_a_shipped_reward_gets_bytes_only_if_it_rounds_images_itself(name, pixels, monkeypatch):
-    monkeypatch.setattr(placement.LocalServer, "start", lambda server: server)
+    monkeypatch.setattr(placement.ChildProcessReward, "start", lambda server: server)
     assert load_placed_reward(name, worker=True).worker_options.pixels == pixels
     asked = {}
     monkeypatch.setattr(

@@ -43,11 +43,13 @@ def red(images, prompts):
     return images[:, 0].mean((1, 2))
 
 
-def faulty(name: str, file=None, **limits) -> placement.LocalServer:
+def faulty(name: str, file=None, **limits) -> placement.ChildProcessReward:
     """A child with a loader of `faulty_rewards`, as in another environment."""
     options, limits = {"file": str(file)} if file else {}, {"pause": 0.01} | limits
     loader = f"{HERE / 'faulty_rewards.py'}:{name}"
-    return placement.LocalServer(name, loader, options, python=sys.executable, **limits).start()
+    return placement.ChildProcessReward(
+        name, loader, options, python=sys.executable, **limits
+    ).start()
 
 
 def alive(pid: int) -> bool:
@@ -154,13 +156,13 @@ def test_a_child_that_never_started_is_not_tried_again_and_its_last_words_are_qu
     with pytest.raises(
         InputError, match="status 1; its last line of output: ModuleNotFoundError: No mod"
     ):
-        placement.LocalServer("own", "own:reward", python=bare).start()
+        placement.ChildProcessReward("own", "own:reward", python=bare).start()
 
     (tmp_path / "slow.py").write_text(
         "import time\ndef load():\n    print('3 of 9')\n    time.sleep(60)\n"
     )
     with pytest.raises(InputError, match=r"no answer within 12 s \(`start_timeout`\); .* 3 of 9$"):
-        placement.LocalServer("slow", f"{tmp_path}/slow.py:load", start_timeout=12.0).start()
+        placement.ChildProcessReward("slow", f"{tmp_path}/slow.py:load", start_timeout=12.0).start()
 
 
 def test_the_function_itself_is_a_reward_in_another_environment(tmp_path):
@@ -241,7 +243,7 @@ def test_wrong_scores_are_errors_at_once(name, said):
 
 
 def test_refusals_before_a_child_is_started():
-    child = placement.LocalServer("r", "no:such", python=sys.executable)
+    child = placement.ChildProcessReward("r", "no:such", python=sys.executable)
     with pytest.raises(InputError, match="one text per image; got 4 for 5 images"):
         child(PICTURES, PROMPTS[:4])
     with pytest.raises(InputError, match="floats in .0, 1.; got nan"):
@@ -255,7 +257,7 @@ PARENT = """
 import sys
 from chunk_grpo.reward_serving import placement
 from PIL import Image
-child = placement.LocalServer("r", sys.argv[1], {"file": sys.argv[2]}, python=sys.executable).start()
+child = placement.ChildProcessReward("r", sys.argv[1], {"file": sys.argv[2]}, python=sys.executable).start()
 print(child.child.pid, flush=True)
 child([Image.new("RGB", (2, 2))], ["a"])
 """

@@ -81,7 +81,7 @@ def train(folder, chosen: dict) -> None:
             folder / "run.json",
             {"status": "created", "settings": run_settings.model_dump(mode="json")},
         )
-    launch.train_folder(folder)
+    launch.launch_run(folder)
 
 
 def metrics(folder) -> list[dict]:

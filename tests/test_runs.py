@@ -528,7 +528,7 @@ def test_a_killed_run_reads_interrupted(settings, trainer, tmp_path):
     code = (
         "import os, pathlib, sys\nfrom chunk_grpo.runs import launch\n"
         "launch.train_run = lambda *_: os.kill(os.getpid(), 9)\n"
-        "launch.train_folder(pathlib.Path(sys.argv[1]))\n"
+        "launch.launch_run(pathlib.Path(sys.argv[1]))\n"
     )
     out = run_folder.create_run(settings, tmp_path / "run")
     assert subprocess.run([sys.executable, "-c", code, str(out)]).returncode == -signal.SIGKILL

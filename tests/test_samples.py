@@ -20,7 +20,7 @@ from chunk_grpo.core.files import hash_files, read_json, write_json
 from chunk_grpo.evaluation import run_images
 from chunk_grpo.evaluation.evaluate import evaluate
 from chunk_grpo.models import trainable
-from chunk_grpo.models.inputs import check_and_hash_inputs, describe_inputs, locate_model
+from chunk_grpo.models.inputs import check_and_hash_inputs, fetch_model, fingerprint_inputs
 from chunk_grpo.reporting import samples
 from chunk_grpo.reporting.model_card import card_data
 from chunk_grpo.runs import run_folder
@@ -174,27 +174,27 @@ def test_an_interrupted_continuation_counts_by_its_checkpoint(tmp_path, monkeypa
     for status in ("created", "running", "interrupted", "failed"):
         run_folder.update_run_json(run, status=status)
         with pytest.raises(InputError, match="neither final weights nor a checkpoint"):
-            run_images.find_weights(run)
-        for function in (run_images.find_trained_weights, run_images.hash_trained_weights):
+            run_images.find_verified_weights(run)
+        for function in (run_images.find_final_weights, run_images.hash_trained_weights):
             with pytest.raises(InputError, match="was resumed and is not finished"):
                 function(run)
     about = {"run_id": note["run_id"], "settings": note["settings"]}
     weights = {"weights": {"0": torch.zeros(2)}}
     rest = {"seconds": 1.0, "seconds_cpu": 1.0, "ema_step": 0}
     checkpoints.write_checkpoint(run, 2, weights, rest, identity=about)
-    assert run_images.find_weights(run).name == "000002"
+    assert run_images.find_verified_weights(run).name == "000002"
     run_folder.update_run_json(run, status="finished")
-    assert run_images.find_weights(run).name == "final"
-    assert run_images.find_weights(run, 2).name == "000002"
+    assert run_images.find_verified_weights(run).name == "final"
+    assert run_images.find_verified_weights(run, 2).name == "000002"
     with pytest.raises(InputError, match="`checkpoint` must be .*, one of 2; got 1"):
-        run_images.find_weights(run, 1)
+        run_images.find_verified_weights(run, 1)
 
     # A run that recorded the iteration of its final weights keeps them until there is a newer checkpoint.
     for final_iteration, name in ((1, "000002"), (2, "final")):
         run_folder.update_run_json(run, status="failed", final_iteration=final_iteration)
-        assert run_images.find_weights(run).name == name
+        assert run_images.find_verified_weights(run).name == name
     (run / "run.json").unlink()
-    assert run_images.find_trained_weights(run).name == "final"
+    assert run_images.find_final_weights(run).name == "final"
 
 
 def test_the_command_writes_images_and_a_sheet(lora, tmp_path, monkeypatch):
@@ -306,7 +306,7 @@ def test_a_run_from_elsewhere_is_sampled_without_its_rewards_and_its_model_stays
     (image,) = sample_run(run, ["a star"], ["plain"])
     assert image["image"].size == (64, 64) and not run_folder.is_own_run(run)
     private = tmp_path / "private"
-    shutil.copytree(locate_model("pocket"), private)
+    shutil.copytree(fetch_model("pocket"), private)
     note["settings"] |= {"model": str(private)}
     write_json(run / "run.json", note)
     with pytest.raises(InputError, match="--trust"):
@@ -374,7 +374,7 @@ def test_a_card_quotes_no_file_that_a_foreign_run_names(tmp_path, monkeypatch):
     note["settings"]["eval_prompts"] = str(secret)
     named = settings.load_settings(note["settings"])
     note |= check_and_hash_inputs(named) | {
-        "inputs": describe_inputs(named)
+        "inputs": fingerprint_inputs(named)
     }  # as a stranger would have them
     (run / "run.json").write_text(json.dumps(note))
     for words in ((), ("--trust",)):

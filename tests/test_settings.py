@@ -384,14 +384,14 @@ def test_resume_refuses_another_run():
 
 def test_processes_share_the_prompts():
     for processes in (1, 2, 16):
-        settings.check_processes(settings.Settings(), processes)
+        settings.check_process_count(settings.Settings(), processes)
     for processes in (0, -1, 3, 32):
         with pytest.raises(InputError, match="divide `prompts_per_iteration`"):
-            settings.check_processes(settings.Settings(), processes)
+            settings.check_process_count(settings.Settings(), processes)
     groups = settings.load_settings({"sharding": "fsdp", "sharding_group": 4})
-    settings.check_processes(groups, 8)
+    settings.check_process_count(groups, 8)
     with pytest.raises(InputError, match=r"`sharding_group` must .* processes \(2\); got 4"):
-        settings.check_processes(groups, 2)
+        settings.check_process_count(groups, 2)
 
 
 PAPER = {

@@ -28,7 +28,7 @@ from chunk_grpo.models.trainable import load_trainable_policy
 from chunk_grpo.planning.counts import iteration_flops
 from chunk_grpo.planning.disk import run_disk_bytes
 from chunk_grpo.planning.memory import training_memory
-from chunk_grpo.planning.plan import describe_counts, describe_estimates, estimate_numbers
+from chunk_grpo.planning.plan import describe_counts, describe_estimates, estimate_plan
 from chunk_grpo.theory.chunks import Chunks
 from chunk_grpo.theory.sampler import Sampler
 from chunk_grpo.theory.schedule import sigmas
@@ -101,7 +101,7 @@ def test_a_measurement_of_speed_needs_one_size():
 def test_an_editing_model_needs_one_size():
     settings = Settings(model="black-forest-labs/FLUX.1-Kontext-dev", resolution=SIZES)
     with pytest.raises(InputError, match=r"`resolution` must be one size with FluxKontextPipeline"):
-        estimate_numbers(settings, rate=1e12)
+        estimate_plan(settings, rate=1e12)
 
 
 def state_of(folder, process: int = 0, processes: int = 1, **more) -> TrainingState:
@@ -120,9 +120,9 @@ def test_processes_draw_the_prompts_and_sizes_of_one(tmp_path):
     shares = [state_of(tmp_path, process, 2) for process in range(2)]
     seen = set()
     for i in range(5):
-        parts = [share.local_prompts(i) for share in shares]
-        assert sorted(parts[0] + parts[1]) == sorted(alone.local_prompts(i))
-        assert shares[1].all_prompts(i) == parts[0] + parts[1]
+        parts = [share.local_prompt_indices(i) for share in shares]
+        assert sorted(parts[0] + parts[1]) == sorted(alone.local_prompt_indices(i))
+        assert shares[1].iteration_prompt_indices(i) == parts[0] + parts[1]
         for share, part in zip(shares, parts, strict=True):
             sizes = [share.size_of(i, p) for p in part]
             assert sizes == [alone.size_of(i, p) for p in part]
@@ -170,13 +170,13 @@ def gradient_of(context, method, advantage, limit: int, moved: bool) -> torch.Te
         sizes=context.trajectories.sizes,
     )
     for batch in work.batches:
-        sizes = {context.trajectories.sizes[i] for i in work.image[batch].tolist()}
+        sizes = {context.trajectories.sizes[i] for i in work.image_index[batch].tolist()}
         assert len(sizes) == 1 and len(batch) <= limit
     old = None
     if moved:
         old = compute_transition_stats(context, work, method)
         # It depends on the step alone, so that parts of the images get the same.
-        shift = 5e-4 * torch.linspace(-1, 1, len(steps))[work.step]
+        shift = 5e-4 * torch.linspace(-1, 1, len(steps))[work.step_index]
         old = (old[0] + shift, *old[1:])
     context.policy.transformer.zero_grad()
     accumulate_gradients(context, work, advantage, method, old)
@@ -354,7 +354,7 @@ def test_a_record_names_the_size_of_its_images(tmp_path):
     (tmp_path / "run").mkdir()
     state = state_of(tmp_path / "run", prompts=str(file))
     for i in range(6):
-        sizes = {p: state.size_of(i, p) for p in state.local_prompts(i)}
+        sizes = {p: state.size_of(i, p) for p in state.local_prompt_indices(i)}
         assert all(sizes[p] == WIDE for p in range(6)) and sizes[6] == TALL
         assert sizes[7] == draw_size((64, WIDE, TALL), state.settings.seed, i, 7)
 

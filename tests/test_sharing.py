@@ -11,7 +11,7 @@ from chunk_grpo.theory.sharing import (
     Sharing,
     edge_advantages,
     forward_passes_per_group,
-    shared_states,
+    label_shared_states,
 )
 from chunk_grpo.training.credit_assignment import chunk_gains
 from chunk_grpo.training.groups import sample_groups
@@ -54,7 +54,7 @@ def draw(policy, batch=8, **more):
 )
 def test_images_in_one_state_have_one_path(policy, sharing, window):
     paths, method = draw(policy, sharing=sharing, window=window)
-    states = shared_states(method.noise_owner, paths.sampler.stochastic)
+    states = label_shared_states(method.noise_owner, paths.sampler.stochastic_steps)
     for i, row in enumerate(states.tolist()):
         for g, first in enumerate(row):
             for group in (0, 4):
@@ -91,14 +91,16 @@ def test_a_plan_counts_shared_forwards(policy):
     """A tree that splits at 1 and 3 of 6: one path for transitions 0 and 1, two for 2 and 3, four for 4 and 5."""
     _, method = draw(policy, sharing="tree:2@1,3", window="all")
     assert (
-        forward_passes_per_group(shared_states(method.noise_owner, method.sampler(0).stochastic))
+        forward_passes_per_group(
+            label_shared_states(method.noise_owner, method.sampler(0).stochastic_steps)
+        )
         == 2 * 1 + 2 * 2 + 2 * 4
     )
     assert method.counts().rollout == 14 * method.settings.prompts_per_iteration
 
 
 def test_an_edge_gets_what_the_images_below_it_are_worth():
-    states = shared_states(Sharing.parse("tree:2@0,1").noise_owners(4, 2), torch.arange(2))
+    states = label_shared_states(Sharing.parse("tree:2@0,1").noise_owners(4, 2), torch.arange(2))
     given = edge_advantages(torch.tensor([[4.0, 4.0, 1.0, 3.0]]), states, "depth")[0]
     assert (
         given[0, 0] == given[1, 0] > 0 > given[2, 0] == given[3, 0]
@@ -148,7 +150,10 @@ def test_gains_of_chunks_add_up_to_what_the_image_gained(tmp_path):
             tmp_path, chunks=chunks, credit_of="gain", credit="none", train_chunks="all"
         )
         gains[chunks] = drawn.advantage[:, 0] + (drawn.advantage[:, 1] if "," in chunks else 0)
-        assert drawn.advantage.shape == (len(drawn.combined), 6) and not drawn.advantage[:, 5].any()
+        assert (
+            drawn.advantage.shape == (len(drawn.combined_scores), 6)
+            and not drawn.advantage[:, 5].any()
+        )
     torch.testing.assert_close(gains["1,4"], gains["5"], rtol=0, atol=1e-5)
     assert gains["5"].abs().max() > 1e-3
 

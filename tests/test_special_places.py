@@ -61,7 +61,7 @@ def test_readers_refuse_pipes(tmp_path):
     for read in (
         files.read_json,
         files.read_json_lines,
-        files.sha256_of,
+        files.hash_file,
         validation.read_yaml_file,
     ):
         with pytest.raises(InputError, match="regular file"):

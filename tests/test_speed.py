@@ -253,7 +253,7 @@ def test_compiled_blocks_give_the_same_numbers(tiny):
     found = []
     for policy in pair:  # with graph, as all forwards that an update compares
         moved = policy.velocity(x, sigma, rows).detach()
-        with trainable.base_weights(policy):
+        with trainable.use_base_weights(policy):
             base = policy.velocity(x, sigma, rows).detach()
         found.append((moved, base, policy.velocity(x, sigma, rows).detach()))
     assert (found[0][0] - found[0][1]).abs().max() > 1e-3

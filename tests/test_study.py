@@ -260,7 +260,7 @@ class Instant:
     def __init__(self, most=99):
         self.left = most
 
-    def room(self, out, unfinished):
+    def prepare_slots(self, out, unfinished):
         return 1
 
     def submit(self, trial, out, slot):

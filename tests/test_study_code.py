@@ -59,7 +59,7 @@ class Begun:
     def __init__(self, most=99, ends=True):
         self.left, self.ends = most, ends
 
-    def room(self, out, unfinished):
+    def prepare_slots(self, out, unfinished):
         return 1
 
     def submit(self, trial, out, slot):

@@ -14,7 +14,7 @@ from chunk_grpo import InputError
 from chunk_grpo.theory.chunks import Chunks
 from chunk_grpo.theory.dynamics import (
     DISTANCE_KINDS,
-    chunk_weights,
+    chunk_probabilities,
     chunks_from_profile,
     count_trained_chunks,
     gaussian_profile,
@@ -173,7 +173,7 @@ def test_only_the_last_transition_of_a_random_sampler_is_deterministic(steps, sh
     levels = sigmas(steps, shift, torch.float64)
     sampler = Sampler(levels, kind, eta)
     a, b, std = sampler.coefficients(torch.arange(steps))
-    assert sampler.stochastic.tolist() == ([] if kind == "ode" else list(range(steps - 1)))
+    assert sampler.stochastic_steps.tolist() == ([] if kind == "ode" else list(range(steps - 1)))
     assert (a[-1], b[-1], std[-1]) == (1, -levels[-2], 0)
     assert (std[:-1] > 0).all() if kind != "ode" else (std == 0).all()
     if kind == "flow":
@@ -192,7 +192,7 @@ def test_a_window_is_the_sampler_inside_and_the_ode_outside(steps, shift, eta, k
     inside = torch.rand(steps, generator=torch.Generator().manual_seed(seed)) < 0.5
     inside[-1] = False
     window = Sampler(levels, kind, [eta if noisy else 0.0 for noisy in inside.tolist()])
-    assert window.stochastic.tolist() == inside.nonzero()[:, 0].tolist()
+    assert window.stochastic_steps.tolist() == inside.nonzero()[:, 0].tolist()
     full = Sampler(levels, kind, eta)
     ode = Sampler(levels, "ode")
     for i in range(steps):
@@ -270,13 +270,13 @@ def test_distance_does_not_see_the_scale(seed, kind, factor):
 @given(seed_, sizes_)
 def test_chunk_weights_sum_to_one(seed, sizes):
     chunks = Chunks(tuple(sizes))
-    weights = chunk_weights(uniform(seed, 3, chunks.transitions) + 1e-3, chunks)
+    weights = chunk_probabilities(uniform(seed, 3, chunks.transitions) + 1e-3, chunks)
     assert weights.shape == (3, len(sizes)) and (weights > 0).all()
     torch.testing.assert_close(weights.sum(1), torch.ones(3, dtype=torch.float64))
 
 
 def test_a_chunk_weighs_by_its_mean_distance():
-    weights = chunk_weights(torch.tensor([[0.6, 0.4, 0.1, 0.2, 0.3, 0.2]]), Chunks((2, 4)))
+    weights = chunk_probabilities(torch.tensor([[0.6, 0.4, 0.1, 0.2, 0.3, 0.2]]), Chunks((2, 4)))
     torch.testing.assert_close(weights, torch.tensor([[0.5, 0.2]]) / 0.7)
 
 

@@ -408,7 +408,7 @@ def test_kept_arms_of_the_same_budget_are_on_the_page_without_a_run(
     tuned = {arm: best for arm in ("steps", "whole", "longer")}
     (protocol / "tuned.yaml").write_text(dump_yaml(tuned))
     kept = [invented_row(one, 0.1 + 0.001 * one.seed) for one in design.expand_trials(protocol)]
-    monkeypatch.setattr(try_method, "complete_rows", lambda source: kept)
+    monkeypatch.setattr(try_method, "load_complete_rows", lambda source: kept)
     page = try_method.try_method(
         write_method(tmp_path, CLIP_HIGHER), out=tmp_path / "out", protocol=protocol
     )
@@ -422,7 +422,7 @@ def test_rows_of_other_settings_do_not_count_as_kept(tmp_path, protocol, invent,
     kept = [invented_row(one, 0.1) for one in design.expand_trials(protocol)]
     for row in kept:
         row["settings"]["eta"] = 0.3
-    monkeypatch.setattr(try_method, "complete_rows", lambda source: kept)
+    monkeypatch.setattr(try_method, "load_complete_rows", lambda source: kept)
     page = try_method.try_method(
         write_method(tmp_path, CLIP_HIGHER), out=tmp_path / "out", protocol=protocol
     )
@@ -436,10 +436,10 @@ def test_an_unfinished_study_shows_no_row(tmp_path, monkeypatch):
     planned = [{"arm": arm, "seed": seed} for arm in study.arms for seed in study.seeds_of(arm)]
     file = tmp_path / "referee.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in planned[:-1]))
-    assert try_method.complete_rows("referee") == []
+    assert try_method.load_complete_rows("referee") == []
     file.write_text("".join(json.dumps(row) + "\n" for row in planned))
-    assert len(try_method.complete_rows("referee")) == len(planned)
-    assert try_method.complete_rows(design.find_study_folder("referee")) != []
+    assert len(try_method.load_complete_rows("referee")) == len(planned)
+    assert try_method.load_complete_rows(design.find_study_folder("referee")) != []
 
 
 # What it says.

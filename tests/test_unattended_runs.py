@@ -273,6 +273,6 @@ def test_a_kill_between_two_renames_loses_no_folder(tmp_path, has_successor):
     if has_successor:
         (tmp_path / "final").mkdir()
         (tmp_path / "final/weights").write_text("new")
-    files.remove_abandoned(tmp_path)
+    files.remove_abandoned_files(tmp_path)
     assert (tmp_path / "final/weights").read_text() == ("new" if has_successor else "old")
     assert [entry.name for entry in tmp_path.iterdir()] == ["final"]

@@ -38,6 +38,11 @@ FAULTS = {  # body of a class on Method -> the hook, and words of the sentence
         "__new__",
         "must return the method",
     ),
+    "old name": (
+        "trains_equal_rewards = True",
+        "trains_equal_rewards",
+        "new name, trains_flat_groups",
+    ),
     "sampler raises": (
         "def sampler(self, iteration):\n    return 1 / 0",
         "sampler",

@@ -182,7 +182,10 @@ def test_changed_packages_are_noted_when_a_run_goes_on(home):
     words = ("train", "s.yaml", "iterations=4", "--out", run, "--resume", "--no-report")
     done = call(*words, cwd=home, XDG_CACHE_HOME=home / "cache")
     assert done.returncode == 0, done.stderr
-    assert [file.name for file in machine.package_lists(run)] == ["packages.txt", "packages-2.txt"]
+    assert [file.name for file in machine.list_package_files(run)] == [
+        "packages.txt",
+        "packages-2.txt",
+    ]
     found = verify(home, "--iterations", 1, run=run)
     assert found["answer"] == "identical" and found["differences"]["accelerate"][0] is None
 

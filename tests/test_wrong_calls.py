@@ -48,7 +48,7 @@ GOOD = {  # arguments that are right by themselves
     "sigmas": {"steps": 4},
     "relative_distance": {"latents": torch.rand(2, 5, 3)},
     "chunks_from_profile": {"profile": torch.rand(4) + 1},
-    "chunk_weights": {"distance": ones, "chunks": chunks},
+    "chunk_probabilities": {"distance": ones, "chunks": chunks},
     "chunk_ratio": {"new_logp": ones, "old_logp": ones, "chunks": chunks},
     "clipped_objective": {"ratio": ones, "advantage": torch.ones(2), "clip_range": 0.1},
     "group_advantages": {"rewards": ones},
@@ -121,9 +121,9 @@ WRONG = {
     },
     "chunks_from_profile": {
         "profile": (None, "123", 5, [], [0.0], [-1.0], [NAN], [INF], ["a"], {}, torch.ones(2, 2)),
-        "max_chunks": ("2", 1.0, True, NAN, [1], -1, 0),
+        "chunk_count": ("2", 1.0, True, NAN, [1], -1, 0),
     },
-    "chunk_weights": {
+    "chunk_probabilities": {
         "distance": (*TENSORS, torch.ones(4), torch.ones(2, 3), -ones, ones * NAN),
         "chunks": (None, 5, "2,2", (2, 2), [2, 2], Nobody()),
     },
@@ -232,7 +232,7 @@ WRONG = {
         "rendezvous": (None, 5, []),
         "max_restarts": COUNTS,
         "callbacks": (None, 5, "print", [5], ["print"], print, {}),
-        "on_made": CALLS,
+        "on_created": CALLS,
     },
     "evaluate": {
         "run": (*PATHS, RUN),

@@ -26,8 +26,8 @@ def batch_of(
         velocity=velocity,
         reference_velocities=references or {},
         sampler=sampler,
-        step=step,
-        image=image,
+        step_index=step,
+        image_index=image,
         member=image,
     )
 

@@ -31,16 +31,16 @@ from torch import Tensor
 
 from chunk_grpo.core import settings as setting
 from chunk_grpo.core.files import read_json, write_json
-from chunk_grpo.core.machine import die_with_parent, terminate_process_group
+from chunk_grpo.core.machine import make_parent_death_hook, terminate_process_group
 from chunk_grpo.core.settings import Settings
 from chunk_grpo.measurements import speed
 from chunk_grpo.models import trainable
 from chunk_grpo.models.activations import (
     LiveBytesMode,
     activation_bytes,
+    decode_batch_size,
     decode_bytes_on_gpu,
     fit_update_batch,
-    images_decoded_at_once,
 )
 from chunk_grpo.models.cost import forward_flops, model_sizes
 from chunk_grpo.models.policy import ModelConfig, Policy, decode_latents
@@ -359,7 +359,7 @@ def check_ratio_error(small: bool, folder: Path) -> Parts:
         for batch in batches:
             work = build_update_batch(torch.arange(images), chosen, chunks, batch)
             again = compute_transition_stats(context, work, method)[0]
-            old = paths.log_probs[work.image, work.step].to(again.device)
+            old = paths.log_probs[work.image_index, work.step_index].to(again.device)
             of_steps = ((again - old).exp() - 1).abs()
             of_chunks = (
                 chunk_means(again - old, work.chunk_sample_ids.to(again.device)).exp() - 1
@@ -867,7 +867,7 @@ def run_command(words: list, log: Path) -> None:
             stderr=out,
             start_new_session=True,
             # A check that is ended must not leave its training on the GPU.
-            preexec_fn=die_with_parent(os.getpid()),
+            preexec_fn=make_parent_death_hook(os.getpid()),
         )
     try:
         code = child.wait()
@@ -1086,7 +1086,7 @@ def check_scorers_decoding(small: bool, folder: Path) -> Parts:
         def call() -> Tensor:
             return decode_latents(policy(), latents, count)
 
-        at_once = images_decoded_at_once(config, large, count)
+        at_once = decode_batch_size(config, large, count)
         dtype = flux_settings(small).dtype
         planned = decode_bytes_on_gpu(config, large, dtype, False, at_once)
         call()

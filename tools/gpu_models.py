@@ -15,7 +15,7 @@ from chunk_grpo.core.settings import Settings
 from chunk_grpo.measurements import speed
 from chunk_grpo.models import prompt_embeds, trainable
 from chunk_grpo.models.cost import find_model_config
-from chunk_grpo.models.inputs import find_family, import_class
+from chunk_grpo.models.inputs import import_class, import_family
 from chunk_grpo.models.policy import TORCH_DTYPES, ModelConfig, Policy
 from chunk_grpo.reward_serving import placement
 from chunk_grpo.rewards.hpsv3 import IMAGE_TOKEN, REWARD_TOKEN, HPSv3, build_reward_head
@@ -148,7 +148,7 @@ def random_policy(
     folder: Path,  # gets the two small files of a pipeline's folder that a policy reads
 ) -> Policy:
     """Make a policy of any family with random weights on the device, and random embeddings for every prompt."""
-    family = find_family(config.pipeline)
+    family = import_family(config.pipeline)
     configs = json.loads(config.transformer), json.loads(config.autoencoder)
 
     class RandomPolicy(family):
@@ -156,13 +156,15 @@ def random_policy(
 
         key = "random weights"
 
-        def load_networks(self, weights: torch.dtype, keep_on_cpu: bool) -> tuple[nn.Module, ...]:
+        def load_networks(
+            self, weights_dtype: torch.dtype, keep_on_cpu: bool
+        ) -> tuple[nn.Module, ...]:
             """Make transformer and VAE where they compute."""
             made = []
             usual = torch.get_default_dtype()
             with torch.random.fork_rng(), self.device:
                 torch.manual_seed(0)
-                dtypes = weights, prompt_embeds.encoder_dtype(self.dtype)
+                dtypes = weights_dtype, prompt_embeds.encoder_dtype(self.dtype)
                 for name, network_config, dtype in zip(
                     self.network_classes, configs, dtypes, strict=True
                 ):
@@ -217,7 +219,7 @@ def random_policy(
         true_cfg_scale=settings.true_cfg_scale,
         dtype=TORCH_DTYPES[settings.dtype],
         device=DEVICE,
-        weights=stored,
+        weights_dtype=stored,
         vae_tiling=settings.vae_tiling,
     )
 

@@ -203,7 +203,7 @@ class Trained:
     def transitions(self) -> list[list]:
         """Return image, step and chunk sample of each transition, update by update."""
         return [
-            [x.tolist() for x in (update.image, update.step, update.chunk_sample_ids)]
+            [x.tolist() for x in (update.image_index, update.step_index, update.chunk_sample_ids)]
             for update in self.updates
         ]
 

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['JsonOption', 'OverridesArgument', 'RunArgument', 'TrustOption', 'RunProcessesOption', 'ProcessesOption', 'PageOption',
-           'split_commas', 'parse_numbers', 'resolution_to_yaml', 'check_output_file', 'check_output_page',
+           'split_commas', 'parse_numbers', 'resolution_to_yaml', 'parse_output_file', 'parse_output_page',
            'print_rows', 'escape_control_characters', 'print_json', 'format_examples', 'exit_if_interrupted',
            'BestEffortFile', 'EscapingTextStream', 'rewrap_stream', 'check_trust']
 
@@ -78,7 +78,7 @@ def resolution_to_yaml(text: str | None) -> str | None:  # text: such as 512, or
     return f"[{text}]" if text and "," in text else text
 
 # %% ../../nbs/14_cli/00_console.ipynb #187520a3
-def check_output_file(
+def parse_output_file(
     option: str,  # its name without dashes, for the error
     text: str,  # the file as the user wrote it
 ) -> Path:
@@ -94,9 +94,9 @@ def check_output_file(
     return Path(text)
 
 
-def check_output_page(text: str) -> str:
+def parse_output_page(text: str) -> str:
     """Return the value of `--out`; raise InputError unless this page and the notebook next to it can be written."""
-    page = check_output_file("out", text)
+    page = parse_output_file("out", text)
     if page.suffix == ".ipynb":
         raise InputError(
             f"`--out` must be a page such as compare.html, next to which its notebook is written; got {text}"
@@ -106,7 +106,7 @@ def check_output_page(text: str) -> str:
 
 
 PageOption = Annotated[
-    str, typer.Option(metavar="FILE", help="The page to write.", callback=check_output_page)
+    str, typer.Option(metavar="FILE", help="The page to write.", callback=parse_output_page)
 ]
 
 # %% ../../nbs/14_cli/00_console.ipynb #cd29fb29

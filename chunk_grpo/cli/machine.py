@@ -82,7 +82,7 @@ def _describe_model(
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
-    from chunk_grpo.models.inputs import MODEL_FILES, OTHER_FILES, check_pipeline_folder
+    from chunk_grpo.models.inputs import MODEL_FILES, IGNORED_MODEL_FILES, check_pipeline_folder
 
     page = f"https://huggingface.co/{hub_id}"
     steps = []
@@ -94,7 +94,7 @@ def _describe_model(
     except LocalEntryNotFoundError:
         # The same files as `load_policy` fetches, without further copies of the weights for other programs.
         patterns = [word for pattern in MODEL_FILES for word in ("--include", pattern)]
-        patterns += [word for pattern in OTHER_FILES for word in ("--exclude", pattern)]
+        patterns += [word for pattern in IGNORED_MODEL_FILES for word in ("--exclude", pattern)]
         steps.append(shlex.join(["hf", "download", hub_id, *patterns]))
         return f"{licence}: missing: {'; then '.join(steps)}"
     except InputError as error:

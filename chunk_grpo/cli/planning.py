@@ -18,7 +18,7 @@ from chunk_grpo.cli.console import (
     OverridesArgument,
     ProcessesOption,
     format_examples,
-    check_output_file,
+    parse_output_file,
     print_json,
     print_rows,
     resolution_to_yaml,
@@ -89,21 +89,21 @@ def plan(
     from chunk_grpo.planning.plan import (
         describe_counts,
         describe_estimates,
-        describe_measured,
-        estimate_numbers,
+        describe_measured_times,
+        estimate_plan,
         row_json_key,
     )
-    from chunk_grpo.planning.processes import choose_processes, find_preset_processes
+    from chunk_grpo.planning.processes import choose_process_count, find_preset_process_count
     from chunk_grpo.pocket import POCKET_MODELS
     from chunk_grpo.training.method_loading import call_hook, load_method
 
     # Do not open any folder or code that the settings of a run from another machine name.
     origin = "own" if source else run_folder.run_origin(run)
     if origin != "own":
-        reasons = [f"it names the code {code}" for code in settings.named_code(run_settings)]
+        reasons = [f"it names the code {code}" for code in settings.list_code_paths(run_settings)]
         if origin == "edited" and reasons:
             raise InputError(
-                f"`--run` needs SETTINGS before it: {run} names the code {settings.named_code(run_settings)[0]}, "
+                f"`--run` needs SETTINGS before it: {run} names the code {settings.list_code_paths(run_settings)[0]}, "
                 "which is not what the run was trained with"
             )
         if run_settings.model not in (*POCKET_MODELS, *known_model_configs()):
@@ -127,10 +127,10 @@ def plan(
 
     # The preset's number of processes, or the fastest number on this machine; one for a named device.
     if processes is None:
-        processes = find_preset_processes(source)
+        processes = find_preset_process_count(source)
         if not processes or run_settings.prompts_per_iteration % processes:
             references = len(method.reference_decays)
-            processes = 1 if device else choose_processes(run_settings, None, references)
+            processes = 1 if device else choose_process_count(run_settings, None, references)
 
     config = find_model_config(run_settings.model, run_settings.family)
     if config is not None:
@@ -173,7 +173,7 @@ def plan(
             f"measured by {run} on {hardware}, predicted at {speed / 1e9:,.0f} GFLOP/s a process\n"
             f"its settings differ in {changed}"
         )
-        tables[measured] = describe_measured(
+        tables[measured] = describe_measured_times(
             settings=run_settings,
             lines=metrics,
             rate=speed,
@@ -186,7 +186,7 @@ def plan(
             title: {row_json_key(name): text for name, text in table}
             for title, table in tables.items()
         }
-        numbers = estimate_numbers(
+        numbers = estimate_plan(
             settings=run_settings, rate=speed, processes=processes, counts=counts
         )
         return print_json({"rows": rows, "numbers": numbers})
@@ -216,7 +216,7 @@ def speed(
 ):
     """Measure the time and memory of one iteration."""
     # Check where the numbers go before anything is measured.
-    file = None if out is None else check_output_file("out", out)
+    file = None if out is None else parse_output_file("out", out)
     if file and (file.suffix != ".json" or not file.absolute().parent.is_dir()):
         raise InputError(f"`--out` must be a .json file in a folder that exists; got {out}")
     from chunk_grpo.measurements import speed as measurements  # here, since it imports torch

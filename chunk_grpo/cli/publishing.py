@@ -96,7 +96,7 @@ def sample(
     texts = prompt or inputs.read_model_prompts(
         str(prompts), "--prompts", settings.model, settings.family, negative_prompts=False
     )
-    model_folder = inputs.locate_model(settings.model)
+    model_folder = inputs.fetch_model(settings.model)
     unknown = inputs.find_unknown_words(model_folder, texts)
     if unknown:
         typer.echo(

@@ -23,7 +23,7 @@ from chunk_grpo.cli.console import (
     check_trust,
     exit_if_interrupted,
     format_examples,
-    check_output_file,
+    parse_output_file,
     parse_numbers,
     print_json,
     print_rows,
@@ -152,7 +152,7 @@ def tables(
     from chunk_grpo.runs import run_folder
 
     names = dict(text.split("=", 1) for text in name or [])
-    runs = [str(run_folder.find_run(folder)) for folder in run or []]
+    runs = [str(run_folder.resolve_run_folder(folder)) for folder in run or []]
     write_report(
         "tables",
         out,
@@ -200,7 +200,7 @@ def profile(
     """Measure how far the base's latents move in each step."""
     if not (source or run):
         raise InputError("`profile` needs settings or a run in `--run`; got neither")
-    numbers_file = "" if json is None else str(check_output_file("json", json))
+    numbers_file = "" if json is None else str(parse_output_file("json", json))
     # Drop repeated numbers.
     step_counts = list(
         dict.fromkeys(parse_numbers(option="--steps", text=steps, low=2, high=10_000))
@@ -221,7 +221,7 @@ def profile(
         run_images.hash_trained_weights(run)
         run_folder.check_run_inputs(run, run_settings, ("model", "prompts"))
     inputs.read_run_prompts(run_settings, "prompts")
-    inputs.check_pipeline_folder(inputs.locate_model(run_settings.model), run_settings.family)
+    inputs.check_pipeline_folder(inputs.fetch_model(run_settings.model), run_settings.family)
     write_report(
         "profile",
         out,
@@ -260,5 +260,5 @@ def verify(
     if as_json:
         print_json(result)
     else:
-        typer.echo("\n".join(verification.verification_lines(result)))
+        typer.echo("\n".join(verification.format_verification(result)))
     raise typer.Exit(int(result["answer"] == "differs"))

@@ -180,7 +180,7 @@ def study(
         study = design.load_study(study_folder)
         # The report compares planned pairs, corrected within their families; other differences would look as if planned.
         reference = None if study.contrasts else study.reference
-        typer.echo("\n" + analysis.outcome_table(rows, reference) + "\n")
+        typer.echo("\n" + analysis.format_outcomes(rows, reference) + "\n")
         page = write_report(
             "study",
             folder / "report.html",

@@ -141,9 +141,9 @@ def train(
             f"`--{'resume' if resume else 'nodes'}` needs the run folder in `--out`; got none"
         )
     # imported here, since they import torch
-    from chunk_grpo.planning.processes import choose_processes
+    from chunk_grpo.planning.processes import choose_process_count
     from chunk_grpo.runs import launch, run_folder
-    from chunk_grpo.runs.processes import default_sampling_processes
+    from chunk_grpo.runs.processes import default_process_count
     from chunk_grpo.training.method_loading import load_method
 
     if Path(source).name == "run.json":
@@ -163,14 +163,14 @@ def train(
     # With another number of processes the numbers of a resumed run would differ by rounding, so it keeps its number unless
     # this machine has fewer GPUs or cores.
     if processes is None and nodes == 1:
-        launch.check_launcher()
+        launch.check_launch_environment()
         if resume and run_folder.holds_run(folder):
-            processes = default_sampling_processes(folder)
+            processes = default_process_count(folder)
             while run_settings.prompts_per_iteration % processes:
                 processes -= 1
         else:
             references = len(load_method(run_settings).reference_decays)
-            processes = choose_processes(run_settings, source, references)
+            processes = choose_process_count(run_settings, source, references)
     # Of several machines, each has a process per GPU; torch is imported here, since that takes seconds.
     if processes is None:
         import torch
@@ -213,7 +213,7 @@ def train(
             node_rank=node_rank,
             rendezvous=rendezvous,
             max_restarts=max_restarts,
-            on_made=None if out else lambda run: typer.echo(f"run folder: {folder}"),
+            on_created=None if out else lambda run: typer.echo(f"run folder: {folder}"),
         )
     if not node_rank:  # machine 0 writes the report
         _finish_training(run, report)

@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['Terminated', 'TrainingFailed', 'raise_on_sigterm', 'defer_sigterm', 'allow_sigterm', 'sigterm_is_pending',
-           'terminate_process_group', 'die_with_parent', 'changes_training', 'check_environment_variables',
-           'without_foreign_settings', 'library_versions', 'installed_packages', 'package_lists', 'record_packages',
-           'current_git_commit', 'machine_info', 'use_full_float32', 'nvidia_driver', 'gpu_variable',
+           'terminate_process_group', 'make_parent_death_hook', 'changes_training', 'check_environment_variables',
+           'unset_foreign_variables', 'library_versions', 'installed_packages', 'list_package_files', 'record_packages',
+           'current_git_commit', 'machine_info', 'disable_tf32', 'nvidia_driver', 'cuda_visible_devices',
            'explain_missing_gpu', 'choose_device']
 
 # %% ../../nbs/02_core/02_machine.ipynb #c0a10005
@@ -58,7 +58,7 @@ def _raise_if_pending() -> None:
 
 
 @contextlib.contextmanager
-def _sigterm_deferred(
+def _set_sigterm_deferred(
     deferred: bool,  # True: SIGTERM waits for the end of the block; False: it interrupts the block
 ) -> Iterator[None]:
     """Defer or allow SIGTERM within this block, and restore the previous state at its end."""
@@ -104,8 +104,8 @@ def defer_sigterm() -> Iterator[Callable[[], contextlib.AbstractContextManager]]
     Yields a function `interruptible`. Within `with interruptible():`, SIGTERM has the same effect as outside this block.
     """
     before = _sigterm.deferred
-    with _sigterm_deferred(True):
-        yield lambda: _sigterm_deferred(before)
+    with _set_sigterm_deferred(True):
+        yield lambda: _set_sigterm_deferred(before)
 
 
 def allow_sigterm() -> contextlib.AbstractContextManager:
@@ -113,7 +113,7 @@ def allow_sigterm() -> contextlib.AbstractContextManager:
 
     If a SIGTERM has been deferred, Terminated is raised at the beginning of the block.
     """
-    return _sigterm_deferred(False)
+    return _set_sigterm_deferred(False)
 
 
 def sigterm_is_pending() -> bool:
@@ -138,7 +138,7 @@ def terminate_process_group(
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
-def die_with_parent(
+def make_parent_death_hook(
     parent: int,  # process id of the parent
 ) -> Callable[[], None]:
     """Return a function for a child process to call, after which Linux kills the child when its parent ends.
@@ -230,7 +230,7 @@ def check_environment_variables(
 
 
 @contextlib.contextmanager
-def without_foreign_settings() -> Iterator[None]:
+def unset_foreign_variables() -> Iterator[None]:
     """Unset the environment variables that configure accelerate and other libraries within this block, then restore them."""
     prefixes = tuple(_FOREIGN_SETTINGS)
     removed = {name: value for name, value in os.environ.items() if name.startswith(prefixes)}
@@ -267,7 +267,7 @@ def installed_packages() -> list[str]:  # such as torch==2.9.0, sorted by name
     return [f"{name}=={number}" for name, number in sorted(versions.items()) if name]
 
 
-def package_lists(
+def list_package_files(
     run: str | Path,
 ) -> list[Path]:  # empty if the run wrote none, as earlier versions did
     """Return the paths of the package lists in a run folder (packages.txt, packages-2.txt, ...), the newest last."""
@@ -278,7 +278,7 @@ def package_lists(
 def record_packages(run: Path) -> None:
     """Write a list of the installed packages into a run folder, unless the newest list there has the same content."""
     text = "\n".join(installed_packages()) + "\n"
-    lists = package_lists(run)
+    lists = list_package_files(run)
     if not lists or lists[-1].read_text(encoding="utf-8") != text:
         name = f"packages-{len(lists) + 1}.txt" if lists else "packages.txt"
         with atomic_write(Path(run) / name) as temporary:
@@ -329,7 +329,7 @@ def machine_info() -> dict:  # keys: system, processor, cores, memory_gb, gpus
     }
 
 # %% ../../nbs/02_core/02_machine.ipynb #492f4241
-def use_full_float32() -> None:
+def disable_tf32() -> None:
     """Disable TF32 in this process, so that float32 convolutions and matrix products have full precision on CUDA."""
     import torch
 
@@ -346,7 +346,7 @@ def nvidia_driver() -> str | None:
     return match[1] if match else None
 
 
-def gpu_variable(
+def cuda_visible_devices(
     index: int,  # of a GPU among those that this process sees, from 0
 ) -> str:
     """Return the value of CUDA_VISIBLE_DEVICES with which a child process sees only this GPU.

@@ -28,7 +28,7 @@ from chunk_grpo.core.files import (
     drop_partial_line,
     read_json,
     read_json_lines,
-    sha256_of,
+    hash_file,
     write_json,
 )
 from ..core.user_code import code_hashes
@@ -44,7 +44,7 @@ from chunk_grpo.evaluation.evaluate import (
 from .paper_tables import paper_benchmark_rows
 from .parts import score_prompt_images
 from chunk_grpo.evaluation.run_images import (
-    find_trained_weights,
+    find_final_weights,
     hash_trained_weights,
     load_trained_policy,
     sample_arm_images,
@@ -52,8 +52,8 @@ from chunk_grpo.evaluation.run_images import (
 from chunk_grpo.models.inputs import (
     check_guidance,
     check_pipeline_folder,
-    find_family,
-    locate_model,
+    import_family,
+    fetch_model,
     read_prompts,
     read_prompts_with_records,
     split_prompt_column,
@@ -61,10 +61,10 @@ from chunk_grpo.models.inputs import (
 from ..reward_serving import placement
 from ..rewards import rewards
 from chunk_grpo.runs.processes import (
-    default_sampling_processes,
-    sampling_threads,
+    default_process_count,
+    use_torch_threads,
     format_sampling_progress,
-    run_shares,
+    run_in_processes,
 )
 from ..runs.run_folder import check_run_inputs, check_trust, run_origin
 from ..training import checkpoints
@@ -296,13 +296,13 @@ class WISETask(BenchmarkTask):
         source: str | Path,  # a checkout of PKU-YuanGroup/WISE
     ) -> Self:
         """Read the prompts with their categories and ids, and return the task."""
-        items, _ = judged.read_wise_prompts(Path(source))
+        judged_prompts, _ = judged.read_wise_prompts(Path(source))
         return cls(
             name="wise",
-            prompts=tuple(item.prompt for item in items),
+            prompts=tuple(judged_prompt.prompt for judged_prompt in judged_prompts),
             samples=1,
-            categories=tuple(item.category for item in items),
-            file_names=tuple(item.name for item in items),
+            categories=tuple(judged_prompt.category for judged_prompt in judged_prompts),
+            file_names=tuple(judged_prompt.name for judged_prompt in judged_prompts),
         )
 
     def check_inputs(self, inputs: ScoringInputs) -> None:
@@ -334,12 +334,12 @@ class DPGTask(BenchmarkTask):
         source: str | Path,  # dpg_bench.csv of TencentQQGYLab/ELLA
     ) -> Self:
         """Read the prompts with their ids, and return the task."""
-        items, _ = judged.read_dpg_prompts(Path(source))
+        judged_prompts, _ = judged.read_dpg_prompts(Path(source))
         return cls(
             name="dpg",
-            prompts=tuple(item.prompt for item in items),
+            prompts=tuple(judged_prompt.prompt for judged_prompt in judged_prompts),
             samples=1,
-            file_names=tuple(item.name for item in items),
+            file_names=tuple(judged_prompt.name for judged_prompt in judged_prompts),
         )
 
     def check_inputs(self, inputs: ScoringInputs) -> None:
@@ -457,7 +457,7 @@ def prepare_benchmark(
     such weights, or if the folder's images were sampled with other settings or weights.
     """
     if checkpoint is None:
-        find_trained_weights(run)
+        find_final_weights(run)
     settings = evaluation_settings(run, changes)
     arms = ode_arms(settings)
     file = Path(out) / "manifest.json"
@@ -507,7 +507,7 @@ def sample_benchmark(
     weights_folder = None  # the final weights
     if checkpoint is not None:
         weights_folder = checkpoints.checkpoint_folder(run, checkpoint)
-    with sampling_threads(settings.threads):
+    with use_torch_threads(settings.threads):
         model = load_trained_policy(run, settings, folder=weights_folder)
         model.negative_prompts = {}  # they belong to the run's prompts, not to the benchmark's
         for arm, split in arms.items():
@@ -592,7 +592,7 @@ def _score_with_rewards(
             prompt_hashes[p] = hashlib.sha256(text.encode()).hexdigest()
     for arm, folder in arms.items():
         files = {(p, n): Path(folder) / task.file(p, n) for p, n in image_indices}
-        hashes = {indices: sha256_of(image_file) for indices, image_file in files.items()}
+        hashes = {indices: hash_file(image_file) for indices, image_file in files.items()}
         unscored = []  # (prompt index, image index) of images whose score is missing or outdated
         for p, n in image_indices:
             record = records.get((arm, p, n), {})
@@ -763,15 +763,15 @@ def run_benchmark(
     task.check_options(reward_names, tools or {})
     settings = evaluation_settings(folder, changes)
     check_trust(folder, trust, changed_setting_names(changes))
-    pipeline = check_pipeline_folder(locate_model(settings.model), settings.family)
-    if find_family(pipeline).edits_images:
+    pipeline = check_pipeline_folder(fetch_model(settings.model), settings.family)
+    if import_family(pipeline).edits_images:
         raise InputError(
             f"`benchmark` must be left out for a run whose model edits images, because its prompts have none; "
             f"got {task.name}; `eval_prompts` can name another list"
         )
     folder_name = task.name if checkpoint is None else f"{task.name}-{checkpoint:06d}"
     out = Path(folder) / "benchmarks" / folder_name
-    processes = processes or default_sampling_processes(folder)
+    processes = processes or default_process_count(folder)
     check_run_inputs(folder, settings, ("model",))
     check_guidance(settings)
 
@@ -805,7 +805,7 @@ def run_benchmark(
                 "trust": trust,
                 "checkpoint": checkpoint,
             }
-            run_shares(
+            run_in_processes(
                 task_name="benchmark",
                 function="chunk_grpo.evaluation.benchmarks:sample_benchmark",
                 arguments=arguments,

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .. import InputError
 from ..core.files import read_json
-from ..core.machine import use_full_float32
+from ..core.machine import disable_tf32
 
 # %% ../../nbs/10_evaluation/03_detector.ipynb #50bee796
 def load_detector(
@@ -33,7 +33,7 @@ def load_detector(
     # Imported here, because the import takes seconds.
     from transformers import Mask2FormerConfig, Mask2FormerForUniversalSegmentation
 
-    use_full_float32()  # TF32 would change the scores on a GPU
+    disable_tf32()  # TF32 would change the scores on a GPU
     source_file = Path(name) / "source.json"  # written by tools/convert_detector.py
     source = read_json(source_file) if source_file.is_file() else None
     try:

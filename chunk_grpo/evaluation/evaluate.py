@@ -18,24 +18,24 @@ from typing import Any
 import numpy as np
 
 from .. import InputError
-from ..arguments import checked, int_at_least, path_argument
+from ..arguments import check_arguments, int_at_least, path_argument
 from ..core import settings as setting
 from ..core.files import atomic_write, write_json
-from ..core.statistics import bootstrap_images, bootstrap_ratio
+from ..core.statistics import bootstrap_category_means, bootstrap_share
 from ..models.inputs import check_guidance, read_prompts, read_run_prompts
 from ..runs import run_folder
 from .run_images import AS_TRAINED_ARMS
 from chunk_grpo.evaluation.parts import (
     copy_base_parts,
     unfinished_evaluation_folder,
-    sample_share,
+    sample_process_parts,
     evaluation_parts,
     replace_evaluation,
     evaluation_lock,
-    progress_watcher,
+    make_progress_logger,
     read_parts,
 )
-from ..runs.processes import default_sampling_processes, run_shares
+from ..runs.processes import default_process_count, run_in_processes
 
 # %% ../../nbs/10_evaluation/02_evaluate.ipynb #9e196587
 def ode_arms(
@@ -238,7 +238,9 @@ def compare_arms(
     summary: dict[str, dict | None] = {}
     for arm in arms:
         arm_scores = _scores_and_categories(records, arm, name, weights)
-        summary[arm] = None if arm_scores is None else bootstrap_images(*arm_scores, weights)
+        summary[arm] = (
+            None if arm_scores is None else bootstrap_category_means(*arm_scores, weights)
+        )
 
     pairs = paired_records(records)
     for arm in arms:
@@ -249,7 +251,7 @@ def compare_arms(
             if arm_scores and base_scores:
                 values, categories = arm_scores
                 differences = [a - b for a, b in zip(values, base_scores[0], strict=True)]
-                summary[f"{arm}-base"] = bootstrap_images(differences, categories, weights)
+                summary[f"{arm}-base"] = bootstrap_category_means(differences, categories, weights)
     return summary
 
 # %% ../../nbs/10_evaluation/02_evaluate.ipynb #9ccf3702
@@ -274,7 +276,7 @@ def preservation_rates(
     arm: str,  # arm that is compared
     name: str,  # name of the reward
     against: str = "base",  # arm with which it is compared
-    # "objects" and "images" -> "lost" and "gained" -> keys of `bootstrap_ratio`; None if they cannot be counted
+    # "objects" and "images" -> "lost" and "gained" -> keys of `bootstrap_share`; None if they cannot be counted
 ) -> dict[str, dict | None]:
     """Compute the share of correct objects and images that an arm lost, and the share of incorrect ones that it gained.
 
@@ -317,7 +319,7 @@ def preservation_rates(
                 # Counts per prompt: values that could change, and values that did.
                 could_change = reference_value == value
                 changed = np.bincount(prompt, could_change & (arm_value != value))
-                rates[kind][change] = bootstrap_ratio(changed, np.bincount(prompt, could_change))
+                rates[kind][change] = bootstrap_share(changed, np.bincount(prompt, could_change))
     return rates
 
 # %% ../../nbs/10_evaluation/02_evaluate.ipynb #1c206ed9
@@ -326,7 +328,7 @@ def summarise_evaluation(
 ) -> dict[str, dict]:  # keyed by reward
     """Compute means, paired differences, category means and preservation rates of all rewards.
 
-    For each reward, "ARM" and "ARM-base" have the mean, se, lo, hi and n of `bootstrap_images`. `categories` has the category
+    For each reward, "ARM" and "ARM-base" have the mean, se, lo, hi and n of `bootstrap_category_means`. `categories` has the
     means and `overall` the mean of each arm, or None if the reward has no categories. `preserved` has the rates of
     `preservation_rates` per arm, or None if the reward reports no objects. With categories, such as GenEval's, a mean is the
     mean of the category means. Raises InputError unless all prompts have the same number of images.
@@ -353,11 +355,11 @@ def summarise_evaluation(
             )
 
         row: dict[str, Any] = {
-            arm: bootstrap_images(x, prompt_categories) for arm, x in scores.items()
+            arm: bootstrap_category_means(x, prompt_categories) for arm, x in scores.items()
         }
         for arm, reference in references.items():
             differences = [a - b for a, b in zip(scores[arm], scores[reference], strict=True)]
-            row[f"{arm}-base"] = bootstrap_images(differences, prompt_categories)
+            row[f"{arm}-base"] = bootstrap_category_means(differences, prompt_categories)
 
         row["categories"] = None
         row["overall"] = None
@@ -447,7 +449,7 @@ def write_scores(
     write_json(Path(folder) / "summary.json", summary)
 
 
-@checked(
+@check_arguments(
     run=path_argument(),
     processes=int_at_least(0),
     changes=Mapping[str, Any] | Sequence[str],
@@ -511,8 +513,8 @@ def evaluate(
             copy_base_parts(base_run, parts, folder)
         # Sample the missing parts, in this process or in several.
         missing_count = len(parts) - len(read_parts(folder))
-        process_count = min(processes or default_sampling_processes(run), missing_count)
-        watch = progress_watcher(settings, parts, folder, log)
+        process_count = min(processes or default_process_count(run), missing_count)
+        watch = make_progress_logger(settings, parts, folder, log)
         if process_count > 1:
             arguments = {
                 "run": str(run),
@@ -522,15 +524,15 @@ def evaluate(
                 "trust": trust,
                 "checkpoint": checkpoint,
             }
-            run_shares(
+            run_in_processes(
                 task_name="evaluation",
-                function="chunk_grpo.evaluation.parts:sample_share",
+                function="chunk_grpo.evaluation.parts:sample_process_parts",
                 arguments=arguments,
                 process_count=process_count,
                 watch=watch,
             )
         elif missing_count:
-            sample_share(
+            sample_process_parts(
                 run, settings, arms, folder, watch=watch, trust=trust, checkpoint=checkpoint
             )
 

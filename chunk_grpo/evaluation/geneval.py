@@ -27,7 +27,7 @@ from chunk_grpo.core.files import (
     atomic_write,
     drop_partial_line,
     read_json_lines,
-    sha256_of,
+    hash_file,
 )
 from ..core.files import write_json
 from ..core.statistics import percentile_interval
@@ -289,7 +289,7 @@ def score_geneval_images(
     identities = {
         name: {
             "metadata": json.dumps(record),
-            "image_sha256": sha256_of(file),
+            "image_sha256": hash_file(file),
             "scorer": scorer,
         }
         for name, (file, record) in zip(names, images, strict=True)

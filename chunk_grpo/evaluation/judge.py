@@ -34,7 +34,7 @@ from chunk_grpo.core.files import (
     check_regular_file,
     drop_partial_line,
     read_json_lines,
-    sha256_of,
+    hash_file,
 )
 from ..reward_serving.client import RewardUnavailable
 from ..rewards.images import Images, images_to_pil
@@ -228,7 +228,7 @@ def _read_error_reply(
     raise _RetryableError(reason, seconds)
 
 
-def _send_question(
+def _ask_with_retries(
     client: httpx.Client,
     judge: Judge,
     question: ImageQuestion,
@@ -334,7 +334,7 @@ def _answer_identities(
             f"`images`: {len(missing)} of {len(questions)} are missing, the first is {missing[0]}"
         )
     image_files = {question.image for question in questions}
-    image_hashes = {file: sha256_of(file) for file in image_files}
+    image_hashes = {file: hash_file(file) for file in image_files}
     identities = {}
     for question in questions:
         identities[question.id] = {
@@ -413,7 +413,7 @@ def ask_judge(
         while not is_settled(question.id) and not stop.is_set():
             start = time.monotonic()
             try:
-                reply = _send_question(client, judge, question, stop)
+                reply = _ask_with_retries(client, judge, question, stop)
             except InputError as error:
                 failures.append(error)
                 stop.set()
@@ -592,7 +592,7 @@ class JudgeReward:
         """
         text = ""
         for _ in range(self.judge.tries):
-            reply = _send_question(client, self.judge, question, stop)
+            reply = _ask_with_retries(client, self.judge, question, stop)
             text = reply["text"]
             rating = None if reply["refused"] else parse_rating(text, self.label, *self.scale)
             if rating is not None:
@@ -632,7 +632,7 @@ def load_judge_reward(
 
     Raises InputError if an option is wrong, if the key is missing, or, with `ask`, if the judge does not answer.
     """
-    return _load_judge(
+    return _build_judge_reward(
         question=_read_question(rubric) if rubric else JUDGE_RUBRIC,
         label=label,
         scale=(lowest, highest),
@@ -673,7 +673,7 @@ def load_unifiedreward(
 
     Raises InputError if an option is wrong, if the key is missing, or, with `ask`, if the judge does not answer.
     """
-    return _load_judge(
+    return _build_judge_reward(
         question=_read_question(rubric) if rubric else UNIFIEDREWARD_RUBRIC,
         label="Final Score",
         scale=(1, 5),
@@ -711,7 +711,7 @@ def _read_question(
     return text
 
 
-def _load_judge(
+def _build_judge_reward(
     judge: Judge,
     question: str,  # text with {prompt}
     label: str,  # words before the number in an answer
@@ -734,5 +734,5 @@ def _load_judge(
         text = reward.question("a grey square", {})
         test_question = ImageQuestion("a grey square", text, file.getvalue())
         with _open_client(judge) as client:
-            _send_question(client, judge, test_question, Event())
+            _ask_with_retries(client, judge, test_question, Event())
     return reward

@@ -21,7 +21,7 @@ import pandas as pd
 from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 
 from .. import InputError
-from ..core.statistics import bootstrap_mean, bootstrap_ratio
+from ..core.statistics import bootstrap_mean, bootstrap_share
 from ..core.validation import validation_message
 from chunk_grpo.evaluation.evaluate import (
     compare_arms,
@@ -125,14 +125,14 @@ def read_wise_prompts(
         )
 
     categories = list(WISE_WEIGHTS)
-    items = []
+    judged_prompts = []
     for row in rows:
         category = categories[np.searchsorted(_LAST_ID_OF_CATEGORY, row.prompt_id)]
-        items.append(JudgedPrompt(row.prompt_id, row.Prompt, category, row.Explanation))
+        judged_prompts.append(JudgedPrompt(row.prompt_id, row.Prompt, category, row.Explanation))
     hashes = {
         files[name].name: hashlib.sha256(files[name].read_bytes()).hexdigest() for name in names
     }
-    return items, hashes
+    return judged_prompts, hashes
 
 # %% ../../nbs/10_evaluation/06_judged.ipynb #cff3cbb4
 WISCORE_SCALES = {
@@ -161,10 +161,12 @@ def read_rubric(
 
 def _fill_rubric(
     rubric: str,  # text with {prompt} and perhaps {explanation}
-    item: JudgedPrompt,
+    judged_prompt: JudgedPrompt,
 ) -> str:
     """Replace the placeholders of a rubric with a prompt and its explanation, in a single pass over the text."""
-    return re.sub(r"\{(prompt|explanation)\}", lambda match: getattr(item, match[1]), rubric)
+    return re.sub(
+        r"\{(prompt|explanation)\}", lambda match: getattr(judged_prompt, match[1]), rubric
+    )
 
 
 def _compute_wiscore(
@@ -235,7 +237,7 @@ def read_dpg_prompts(
             f"dependency; got {bad.proposition_id.iloc[0]!r} and {bad.dependency.iloc[0]!r}"
         )
 
-    items = []
+    judged_prompts = []
     for name, rows in table.groupby("item_id", sort=False):
         propositions = {}  # if a number occurs twice, the later row counts
         for row in rows.itertuples():
@@ -245,14 +247,14 @@ def read_dpg_prompts(
             propositions[number] = _Proposition(
                 number, row.question_natural_language, parents, category
             )
-        items.append(
+        judged_prompts.append(
             JudgedPrompt(str(name), rows.text.iloc[0], propositions=tuple(propositions.values()))
         )
-    return items, {Path(file).name: hashlib.sha256(Path(file).read_bytes()).hexdigest()}
+    return judged_prompts, {Path(file).name: hashlib.sha256(Path(file).read_bytes()).hexdigest()}
 
 # %% ../../nbs/10_evaluation/06_judged.ipynb #9d822eb4
 def apply_dependencies(
-    item: JudgedPrompt,
+    judged_prompt: JudgedPrompt,
     answers: Mapping[int, bool],  # proposition_id -> whether it was answered yes
 ) -> list[bool]:  # one per question, in the order of the prompt's questions
     """Determine which questions count: those answered yes whose parents, the questions on which they depend, all count.
@@ -261,17 +263,17 @@ def apply_dependencies(
     parent that is not in the file is ignored.
     """
     counts = dict(answers)
-    for p in item.propositions:
+    for p in judged_prompt.propositions:
         parents_count = all(counts.get(parent, True) for parent in p.parents)
         counts[p.number] = answers[p.number] and parents_count
-    return [counts[p.number] for p in item.propositions]
+    return [counts[p.number] for p in judged_prompt.propositions]
 
 # %% ../../nbs/10_evaluation/06_judged.ipynb #aab7ed37
 def _build_image_questions(
-    items: Sequence[JudgedPrompt],
+    judged_prompts: Sequence[JudgedPrompt],
     images: Mapping[str, Path],  # arm -> folder with {name}.png
     # prompt -> its questions, as a mapping from the end of a question's id to its text
-    write_questions: Callable[[JudgedPrompt], dict[str, str]],
+    build_questions: Callable[[JudgedPrompt], dict[str, str]],
 ) -> dict[tuple[str, int], list[ImageQuestion]]:  # (arm, prompt index) -> questions
     """Build the questions about every image; raise InputError if an arm's name is not allowed or an image is missing."""
     questions: dict[tuple[str, int], list[ImageQuestion]] = {}
@@ -281,30 +283,30 @@ def _build_image_questions(
                 f"`images` must name arms in small letters, digits and hyphens, without -base at the end; "
                 f"got {arm!r}"
             )
-        files = [Path(folder) / f"{item.name}.png" for item in items]
+        files = [Path(folder) / f"{judged_prompt.name}.png" for judged_prompt in judged_prompts]
         missing = [file.name for file in files if not file.is_file()]
         if missing:
             raise InputError(
-                f"`images`: {folder} lacks {len(missing)} of {len(items)} images, first {missing[0]}"
+                f"`images`: {folder} lacks {len(missing)} of {len(judged_prompts)} images, first {missing[0]}"
             )
-        for i, (item, file) in enumerate(zip(items, files, strict=True)):
+        for i, (judged_prompt, file) in enumerate(zip(judged_prompts, files, strict=True)):
             questions[arm, i] = [
-                ImageQuestion(f"{arm}/{item.name}{id_end}", text, file)
-                for id_end, text in write_questions(item).items()
+                ImageQuestion(f"{arm}/{judged_prompt.name}{id_end}", text, file)
+                for id_end, text in build_questions(judged_prompt).items()
             ]
     return questions
 
 
 def _judge_images(
     name: str,  # name of the score
-    items: Sequence[JudgedPrompt],
+    judged_prompts: Sequence[JudgedPrompt],
     images: Mapping[str, Path],  # arm -> folder with {name}.png
     judge: Judge,  # the model that answers
     out: Path,  # folder that gets answers.jsonl
     log: Callable[[str], None],  # called with progress messages
     http: httpx.Client | None,  # client with your own proxies or certificates; None: a new one
     # prompt -> its questions, as a mapping from the end of a question's id to its text
-    write_questions: Callable[[JudgedPrompt], dict[str, str]],
+    build_questions: Callable[[JudgedPrompt], dict[str, str]],
     parse_answer: Callable[[str], object | None],  # text -> its meaning; None if it cannot be read
     # (prompt, parsed answers) -> entries of the record of its image
     score_answers: Callable[[JudgedPrompt, list], dict],
@@ -317,7 +319,7 @@ def _judge_images(
     images, and `between`, the lowest and highest mean that is possible if the unparsed ones are scored, too. `overall` is the
     result of `compare_arms`. Raises InputError if an image is missing or the judge cannot be reached.
     """
-    questions = _build_image_questions(items, images, write_questions)
+    questions = _build_image_questions(judged_prompts, images, build_questions)
     all_questions = [
         question for image_questions in questions.values() for question in image_questions
     ]
@@ -334,22 +336,22 @@ def _judge_images(
                 "arm": arm,
                 "prompt_index": i,
                 "image_index": 0,
-                "prompt": items[i].prompt,
-                "prompt_id": items[i].name,
+                "prompt": judged_prompts[i].prompt,
+                "prompt_id": judged_prompts[i].name,
                 "file": str(image_questions[0].image),
                 "category": {},
             }
-            records.append(record | score_answers(items[i], parsed))
+            records.append(record | score_answers(judged_prompts[i], parsed))
 
     arms = {}
     for arm in images:
         scores = [r["scores"][name] for r in records if r["arm"] == arm]
-        unread = len(items) - len(scores)
+        unread = len(judged_prompts) - len(scores)
         total = sum(scores)
         arms[arm] = {
             "images": len(scores),
             "unparsed": unread,
-            "between": [total / len(items), (total + unread) / len(items)],
+            "between": [total / len(judged_prompts), (total + unread) / len(judged_prompts)],
         }
     overall = compare_arms(records, list(arms), name, weights)
     return records, {"judge": account, "arms": arms, "overall": overall}
@@ -373,35 +375,35 @@ def evaluate_wise(
     already settles are not asked again. Raises InputError before the first question if prompts, images, rubric or the
     judge's settings are wrong or missing, and later if the judge stops answering.
     """
-    items, files = read_wise_prompts(checkout)
+    judged_prompts, files = read_wise_prompts(checkout)
     text = read_rubric(rubric)
 
-    def write_questions(item: JudgedPrompt) -> dict[str, str]:
+    def build_questions(judged_prompt: JudgedPrompt) -> dict[str, str]:
         """Return the only question about an image: the rubric, filled in."""
-        return {"": _fill_rubric(text, item)}
+        return {"": _fill_rubric(text, judged_prompt)}
 
     def parse_answer(answer: str) -> dict[str, int] | None:
         """Read the three ratings from an answer, keyed by scale; return None if they cannot be read."""
         return parse_scale_scores(answer, WISCORE_SCALES, 2)
 
-    def score_answers(item: JudgedPrompt, parsed: list) -> dict:
+    def score_answers(judged_prompt: JudgedPrompt, parsed: list) -> dict:
         """Return the ratings (`parts`), WiScore (`scores`) and `category` of an image."""
         (ratings,) = parsed
         return {
             "parts": ratings,
             "scores": {"wise": _compute_wiscore(ratings)},
-            "category": {"wise": item.category},
+            "category": {"wise": judged_prompt.category},
         }
 
     records, result = _judge_images(
         name="wise",
-        items=items,
+        judged_prompts=judged_prompts,
         images=images,
         judge=judge,
         out=out,
         log=log,
         http=http,
-        write_questions=write_questions,
+        build_questions=build_questions,
         parse_answer=parse_answer,
         score_answers=score_answers,
         weights=WISE_WEIGHTS,
@@ -442,16 +444,16 @@ _DPG_PROMPT_COUNT = 1065  # prompts in the whole benchmark
 
 
 def _category_shares(
-    items: Sequence[JudgedPrompt],
+    judged_prompts: Sequence[JudgedPrompt],
     records: Sequence[Mapping],  # records of one arm, one per image
-) -> dict[str, dict]:  # category -> answered and score, see `bootstrap_ratio`
+) -> dict[str, dict]:  # category -> answered and score, see `bootstrap_share`
     """Compute, for each category, the share of questions answered yes (`answered`), and the share that count (`score`).
 
     A yes counts only if the questions on which it depends count, too. Confidence intervals resample prompts.
     """
     rows = []
     for r in records:
-        propositions = items[r["prompt_index"]].propositions
+        propositions = judged_prompts[r["prompt_index"]].propositions
         for p, answered, counts in zip(
             propositions, r["answered"], r["objects"]["dpg"], strict=True
         ):
@@ -462,7 +464,7 @@ def _category_shares(
         by_prompt = questions.groupby("prompt")
         sums = by_prompt[["answered", "score"]].sum()
         totals = by_prompt.size().to_numpy()
-        shares[name] = {column: bootstrap_ratio(sums[column].to_numpy(), totals) for column in sums}
+        shares[name] = {column: bootstrap_share(sums[column].to_numpy(), totals) for column in sums}
     return shares
 
 
@@ -482,16 +484,19 @@ def evaluate_dpg(
     answers.jsonl already settles are not asked again. Raises InputError before the first question if questions, images or
     the judge's settings are wrong or missing, and later if the judge stops answering.
     """
-    items, files = read_dpg_prompts(file)
+    judged_prompts, files = read_dpg_prompts(file)
 
-    def write_questions(item: JudgedPrompt) -> dict[str, str]:
+    def build_questions(judged_prompt: JudgedPrompt) -> dict[str, str]:
         """Return all questions about an image of the prompt; each is sent in its own request."""
-        return {f"/{p.number}": DPG_QUESTION.format(question=p.question) for p in item.propositions}
+        return {
+            f"/{p.number}": DPG_QUESTION.format(question=p.question)
+            for p in judged_prompt.propositions
+        }
 
-    def score_answers(item: JudgedPrompt, answers: list) -> dict:
+    def score_answers(judged_prompt: JudgedPrompt, answers: list) -> dict:
         """Return the share of questions that count (`scores`), which ones count (`objects`), and which ones have a yes."""
-        numbers = (p.number for p in item.propositions)
-        counts = apply_dependencies(item, dict(zip(numbers, answers, strict=True)))
+        numbers = (p.number for p in judged_prompt.propositions)
+        counts = apply_dependencies(judged_prompt, dict(zip(numbers, answers, strict=True)))
         return {
             "scores": {"dpg": float(np.mean(counts))},
             "objects": {"dpg": [int(c) for c in counts]},
@@ -500,19 +505,21 @@ def evaluate_dpg(
 
     records, result = _judge_images(
         name="dpg",
-        items=items,
+        judged_prompts=judged_prompts,
         images=images,
         judge=judge,
         out=out,
         log=log,
         http=http,
-        write_questions=write_questions,
+        build_questions=build_questions,
         parse_answer=parse_yes_no,
         score_answers=score_answers,
     )
     arms = result["arms"]
     for arm, row in arms.items():
-        row["categories"] = _category_shares(items, [r for r in records if r["arm"] == arm])
+        row["categories"] = _category_shares(
+            judged_prompts, [r for r in records if r["arm"] == arm]
+        )
 
     # Pairs require the base, and images with readable answers in every arm.
     pairs = []
@@ -526,8 +533,8 @@ def evaluate_dpg(
         f"judge, not mPLUG: asked {' and '.join(result['judge']['judges'])}, not comparable with published "
         "DPG-Bench scores"
     )
-    if len(items) != _DPG_PROMPT_COUNT:
-        label += f"; {len(items)} prompts instead of {_DPG_PROMPT_COUNT}"
+    if len(judged_prompts) != _DPG_PROMPT_COUNT:
+        label += f"; {len(judged_prompts)} prompts instead of {_DPG_PROMPT_COUNT}"
     label += "; 1 image a prompt instead of 4"
     summary = {
         "benchmark": "DPG-Bench",

@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['score_prompt_images', 'evaluation_parts', 'sample_part', 'unfinished_evaluation_folder', 'evaluation_lock',
-           'read_parts', 'load_scorers', 'sample_share', 'copy_base_parts', 'progress_watcher', 'replace_evaluation']
+           'read_parts', 'load_scorers', 'sample_process_parts', 'copy_base_parts', 'make_progress_logger',
+           'replace_evaluation']
 
 # %% ../../nbs/10_evaluation/01_parts.ipynb #6de69a4d
 import contextlib
@@ -30,7 +31,7 @@ from chunk_grpo.core.files import (
     atomic_write,
     make_folders,
     read_json_lines,
-    remove_abandoned,
+    remove_abandoned_files,
     sync_to_disk,
     sync_tree,
     try_lock,
@@ -56,7 +57,7 @@ from ..reward_serving import placement
 from ..rewards import rewards
 from ..rewards.images import images_to_tensor
 from ..training import checkpoints
-from ..runs.processes import sampling_threads, format_sampling_progress
+from ..runs.processes import use_torch_threads, format_sampling_progress
 from chunk_grpo.runs.run_folder import (
     check_trust,
     file_of_run,
@@ -325,7 +326,7 @@ def load_scorers(
     return scorers
 
 
-def _changed_setting_names(
+def _differing_setting_names(
     run: Path | str,  # the run folder
     settings: Settings | Mapping,  # settings of the evaluation
 ) -> list[str]:
@@ -333,7 +334,7 @@ def _changed_setting_names(
     return [*diff_settings(read_run_settings(run), load_settings(settings))]
 
 
-def sample_share(
+def sample_process_parts(
     run: Path,  # folder of a run with trained weights
     settings: Settings,  # settings of the evaluation
     arms: Mapping[str, int | None],  # arm -> split, see `sample_part`
@@ -350,7 +351,7 @@ def sample_share(
     separate process gets them. Raises InputError if the run is not trusted, or if its files or prompts do not allow the
     evaluation.
     """
-    check_trust(run, trust, _changed_setting_names(run, settings))
+    check_trust(run, trust, _differing_setting_names(run, settings))
     # In a separate process the arguments come from JSON.
     run = Path(run)
     settings = load_settings(settings)
@@ -364,7 +365,7 @@ def sample_share(
     parts = evaluation_parts(settings, len(prompts), arms)[process_index::process_count]
     missing = [part for part in parts if part not in finished]
     # The scorers are loaded inside this context, because a worker gets as many threads as this process has at that time.
-    with sampling_threads(settings.threads):
+    with use_torch_threads(settings.threads):
         scorers = load_scorers(settings, run, trust)
         rewards.check_prompts(scorers, prompts, "eval_prompts", prompt_records)
         model = load_trained_policy(run, settings, folder=weights_folder)
@@ -420,7 +421,7 @@ def copy_base_parts(
         append_json_line(part_file, {"part": part, "records": records[low:high]})
 
 # %% ../../nbs/10_evaluation/01_parts.ipynb #08284b7c
-def progress_watcher(
+def make_progress_logger(
     settings: Settings,  # settings of the evaluation
     parts: list[tuple[str, int, int]],  # all parts of the evaluation, see `evaluation_parts`
     folder: Path,  # folder of the evaluation, with the finished parts
@@ -473,7 +474,7 @@ def replace_evaluation(
     """Replace an older evaluation with a finished one, and delete the part files; a kill at any time loses neither."""
     older = folder.with_name(f"{folder.name}-older")
     shutil.rmtree(older, ignore_errors=True)
-    remove_abandoned(folder)  # temporary files of a process that was killed
+    remove_abandoned_files(folder)  # temporary files of a process that was killed
     sync_tree(folder)
     if destination.is_dir():
         destination.rename(older)

@@ -20,7 +20,7 @@ from ..theory.dynamics import DISTANCE_KINDS, relative_distance
 from ..theory.sampler import Sampler
 from ..theory.schedule import predict_endpoints, sigmas
 from ..models.policy import Policy, compute_network_sigma, decode_latents
-from ..models.trainable import base_weights
+from ..models.trainable import use_base_weights
 from ..training.rollout import ImageKey, RolloutOptions, sample_trajectories
 
 DEFAULT_ETAS = {"flow": 0.7, "dance": 0.3, "ode": 0.0}  # sampler -> default eta
@@ -92,7 +92,7 @@ def render_frames(
     keys = [ImageKey(seed, -1, p, 0) for p in range(len(prompts))]
     conditioning = policy.encode(list(prompts))
     step_sampler = Sampler(grid, sampler, eta)
-    with base_weights(policy):
+    with use_base_weights(policy):
         base = _sample_with_predictions(
             policy=policy, conditioning=conditioning, keys=keys, sampler=step_sampler
         )

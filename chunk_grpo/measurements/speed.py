@@ -158,13 +158,13 @@ class RandomFluxPolicy(FluxPolicy):
             guidance=settings.guidance,
             dtype=dtype,
             device=device,
-            weights=weights,
+            weights_dtype=weights,
             vae_tiling=settings.vae_tiling,
         )
 
     def load_networks(
         self,
-        weights: torch.dtype,  # dtype of the transformer's weights
+        weights_dtype: torch.dtype,  # dtype of the transformer's weights
         keep_on_cpu: bool,  # ignored, because the networks are created on the device
     ) -> tuple[nn.Module, ...]:  # transformer and VAE
         """Create a transformer and a VAE with random weights, and return them; both are frozen."""
@@ -175,7 +175,7 @@ class RandomFluxPolicy(FluxPolicy):
             for name, config, dtype in zip(
                 self.network_classes,
                 self.configs,
-                (weights, encoder_dtype(self.dtype)),
+                (weights_dtype, encoder_dtype(self.dtype)),
                 strict=True,
             ):
                 torch.set_default_dtype(dtype)

@@ -21,7 +21,7 @@ from ..training.replay import ReplayContext, TransitionBatch
 class ElboOfChunks(Elbo):
     """GRPO on the ELBO with one ratio per chunk, which is the geometric mean of the ratios of its noise levels."""
 
-    sample_is_chunk = True
+    statistic_per_chunk = True
 
 # %% ../../nbs/08_methods/03_chunk_losses.ipynb #611bf851
 class ChunkMixture(Method):
@@ -32,7 +32,7 @@ class ChunkMixture(Method):
 
     has_log_prob = False  # levels after the window have no log-probability
     weight = Elbo.weight
-    losses = Elbo.losses
+    level_stats = Elbo.level_stats
     required_settings = {
         "sharing": "own",
         "credit_of": "image",
@@ -78,10 +78,10 @@ class ChunkMixture(Method):
         For a level after the window these are its evidence lower bound, 0 and 1. If the statistic needs only the
         log-probability, the tuple has only the first tensor.
         """
-        is_after_window = batch.step >= self.window.width
+        is_after_window = batch.step_index >= self.window.width
         is_in_window = ~is_after_window
         stats_in_window = super().transition_stats(batch.select(is_in_window))
-        lower_bound = self.losses(batch.select(is_after_window))[0]
+        lower_bound = self.level_stats(batch.select(is_after_window))[0]
         # A level has no mean; with a mean of 0 and a deviation of 1 every statistic is its log-ratio.
         stats_after_window = (lower_bound, 0.0, 1.0)
 

@@ -17,7 +17,7 @@ def _describe_noise(settings: Settings, method: Method) -> str:
 
     Returns "ODE" if no transition has noise.
     """
-    if not len(method.sampler(0).stochastic):
+    if not len(method.sampler(0).stochastic_steps):
         return "ODE"
     choices = [settings.sampler]
     if settings.window != "all":
@@ -102,7 +102,9 @@ def describe_axes(settings: Settings) -> dict[str, str]:
     method = load_method(settings)
     entry = METHODS.get(settings.method, {})
     samples_are_chunks = (
-        method.has_log_prob or "likelihood" in entry or getattr(method, "sample_is_chunk", False)
+        method.has_log_prob
+        or "likelihood" in entry
+        or getattr(method, "statistic_per_chunk", False)
     )
     if not method.has_log_prob:
         likelihood = entry.get("likelihood", "flow matching")

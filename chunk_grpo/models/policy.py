@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['TORCH_DTYPES', 'FLOAT16_MAX', 'LORA_TARGETS', 'QUANTIZATION_PACKAGES', 'find_blocks', 'align_parameters',
-           'check_quantization', 'quantization_config', 'native_shift', 'scheduler_config', 'is_described_by_shift',
+           'check_quantization', 'quantization_config', 'native_shift', 'scheduler_config', 'uses_shifted_sigmas',
            'scheduler_sigmas', 'compute_network_sigma', 'padded_batch_size', 'ModelConfig', 'Family',
            'watch_saturation', 'Policy', 'load_policy', 'decode_latents']
 
@@ -29,22 +29,22 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from .. import InputError
-from ..arguments import checked, float_between, int_at_least, values_where
-from ..core.files import sha256_of
-from ..core.machine import check_environment_variables, use_full_float32
+from ..arguments import check_arguments, float_between, int_at_least, values_where
+from ..core.files import hash_file
+from ..core.machine import check_environment_variables, disable_tf32
 from ..core.settings import image_size
-from ..core.user_code import code_files
+from ..core.user_code import find_code_files
 from ..theory.schedule import dynamic_shift, sigmas
 from chunk_grpo.models.inputs import (
     FAMILIES,
     ImagePrompt,
     check_network_weights,
     check_pipeline_folder,
-    find_family,
+    import_family,
     import_class,
 )
-from .inputs import check_noise_levels, locate_model, read_model_json
-from .prompt_embeds import encode_prompts, encoder_dtype, prompt_key
+from .inputs import check_noise_levels, fetch_model, read_model_json
+from .prompt_embeds import encode_prompts, encoder_dtype, hash_encoders
 
 TORCH_DTYPES = {
     "float32": torch.float32,
@@ -93,7 +93,7 @@ def align_parameters(
 def _load_network(
     policy: "Policy",  # its folder, device, dtype and quantization are set already
     network_index: int,  # 0: the transformer, 1: the VAE
-    weights: torch.dtype,  # number format of the network's weights in memory
+    weights_dtype: torch.dtype,  # number format of the network's weights in memory
     keep_on_cpu: bool = False,  # do not move the network to the policy's device
 ) -> Any:
     """Load one network of the policy's folder, frozen and in evaluation mode, and return it.
@@ -102,7 +102,7 @@ def _load_network(
     """
     network_class: Any = import_class(policy.network_classes[network_index])
     subfolder = ("transformer", "vae")[network_index]
-    options: dict[str, Any] = {"subfolder": subfolder, "dtype": weights}
+    options: dict[str, Any] = {"subfolder": subfolder, "dtype": weights_dtype}
     is_quantized = network_index == 0 and policy.quantization != "none"
     if is_quantized:
         options["quantization_config"] = quantization_config(policy.quantization, policy.dtype)
@@ -191,7 +191,7 @@ def scheduler_config(policy: "Policy") -> dict:
     return read_model_json(policy.folder, "scheduler/scheduler_config.json")
 
 
-def is_described_by_shift(policy: "Policy") -> bool:
+def uses_shifted_sigmas(policy: "Policy") -> bool:
     """Return True if `schedule.sigmas` can compute the scheduler's noise levels: evenly spaced ones, then shifted."""
     config = scheduler_config(policy)
     other_rules = (
@@ -270,7 +270,9 @@ def padded_batch_size(count: int) -> int:  # count: rows of a batch, from 1
 class ModelConfig:
     """Configurations of a model's networks, as JSON texts; a missing key has the default of the network's class."""
 
-    pipeline: str  # name for `find_family`: a pipeline class of diffusers, or a family of your own
+    pipeline: (
+        str  # name for `import_family`: a pipeline class of diffusers, or a family of your own
+    )
     transformer: str = "{}"  # the transformer's configuration
     autoencoder: str = "{}"  # the VAE's configuration
     extra_tokens: int = 0  # tokens of the text beyond `max_tokens`, such as CLIP's 77 in SD3
@@ -315,7 +317,7 @@ class Family:
 
     def sigmas(self, steps: int) -> Tensor:  # (steps + 1,)
         """Return the noise levels, from 1 to 0, that the pipeline itself uses for this number of steps."""
-        if is_described_by_shift(self):
+        if uses_shifted_sigmas(self):
             return sigmas(steps, native_shift(self))
         # As in diffusers' pipelines: with `use_flow_sigmas` the scheduler spaces the levels itself.
         linear = torch.linspace(1, 1 / steps, steps, dtype=torch.float64).tolist()
@@ -327,7 +329,7 @@ class Family:
 
     def load_networks(
         self,
-        weights: torch.dtype,  # of the transformer's weights in memory
+        weights_dtype: torch.dtype,  # of the transformer's weights in memory
         keep_on_cpu: bool,  # do not move the transformer to the policy's device
     ) -> tuple[Any, Any]:  # transformer and VAE
         """Load the transformer and the VAE, both frozen.
@@ -340,7 +342,7 @@ class Family:
             for part in parts:
                 part.to(self.device).eval().requires_grad_(False)
             return parts
-        transformer = _load_network(self, 0, weights, keep_on_cpu)
+        transformer = _load_network(self, 0, weights_dtype, keep_on_cpu)
         vae = _load_network(self, 1, encoder_dtype(self.dtype))
         return transformer, vae
 
@@ -406,10 +408,10 @@ def _hash_family_code(
             digest.update(uuid.uuid4().bytes)
             continue
         # Only the name of a module tells in which package its relative imports are looked up.
-        files = code_files(f"{part.__module__}:{part.__name__}").values()
+        files = find_code_files(f"{part.__module__}:{part.__name__}").values()
         if Path(file).resolve() not in files:  # the name leads elsewhere, as that of a script does
-            files = code_files(f"{file}:{part.__name__}").values()
-        digest.update("".join(sorted(map(sha256_of, files))).encode())
+            files = find_code_files(f"{file}:{part.__name__}").values()
+        digest.update("".join(sorted(map(hash_file, files))).encode())
     return digest.hexdigest() if own_classes else ""
 
 
@@ -434,7 +436,7 @@ class Policy(Family):
     negative_prompt: str = ""  # for classifier-free guidance, used unless a prompt has its own
     negative_prompts: Mapping[str, str] = MappingProxyType({})  # prompt -> its own negative prompt
     encode = encode_prompts
-    model_key = functools.cached_property(prompt_key)
+    encoder_hash = functools.cached_property(hash_encoders)
 
     def __init__(
         self,
@@ -444,11 +446,11 @@ class Policy(Family):
         guidance: float = 3.5,  # embedded guidance scale; ignored by models without the embedding
         dtype: torch.dtype = torch.float32,  # of the forward passes
         device: str | torch.device = "cpu",  # where the networks compute
-        weights: torch.dtype = torch.float32,  # of the transformer's weights in memory
+        weights_dtype: torch.dtype = torch.float32,  # of the transformer's weights in memory
         true_cfg_scale: float = 1.0,  # classifier-free guidance scale; 1: off
         keep_on_cpu: bool = False,  # leave the transformer on the CPU, from where `shard_model` takes it
         vae_tiling: bool = False,  # decode images one by one, and large ones in the VAE's tiles
-        # format of the weights of the transformer's linear layers: none (that of `weights`), int8, fp8 or nf4
+        # format of the weights of the transformer's linear layers: none (that of `weights_dtype`), int8, fp8 or nf4
         quantization: str = "none",
         pipe: Any = None,  # a pipeline in memory, whose networks are used instead of the folder's
     ) -> None:
@@ -457,7 +459,7 @@ class Policy(Family):
         Raises InputError if the pipeline does not allow that many tokens or this `true_cfg_scale`, if the machine cannot
         quantize, or if a side of the resolution is not a multiple of `patch` * `vae_scale_factor` pixels.
         """
-        use_full_float32()
+        disable_tf32()
         if max_tokens > self.max_sequence_length:
             raise InputError(
                 f"max_tokens: {max_tokens} is too many; allowed are at most {self.max_sequence_length}."
@@ -470,7 +472,7 @@ class Policy(Family):
         self.set_guidance(guidance, true_cfg_scale)
         self.quantization = quantization
         check_quantization(quantization, self.device)
-        self.transformer, self.vae = self.load_networks(weights, keep_on_cpu)
+        self.transformer, self.vae = self.load_networks(weights_dtype, keep_on_cpu)
         if vae_tiling:
             self.vae.enable_slicing()
             self.vae.enable_tiling()
@@ -494,8 +496,8 @@ class Policy(Family):
         if code := _hash_family_code(type(self)):
             parts.append(code)
         if not parts:
-            return self.model_key
-        return hashlib.sha256(" ".join([self.model_key, *parts]).encode()).hexdigest()
+            return self.encoder_hash
+        return hashlib.sha256(" ".join([self.encoder_hash, *parts]).encode()).hexdigest()
 
     def set_resolution(
         self,
@@ -636,7 +638,8 @@ def _load_policy_of_pipeline(
     pipe: "diffusers.DiffusionPipeline",  # whose networks are used as they are
     resolution: int | tuple[int, int],  # side length or (height, width), pixels
     dtype: str,  # of the forward passes; must be that of the pipeline
-    weights: str | None,  # dtype of the transformer's weights in memory; None: that of the pipeline
+    weights_dtype: str
+    | None,  # dtype of the transformer's weights in memory; None: that of the pipeline
     family: str,  # a class of your own, as file.py:Class; empty: the class of the pipeline decides
     **options: Any,  # further arguments of `Policy`, such as max_tokens
 ) -> Policy:
@@ -646,7 +649,7 @@ def _load_policy_of_pipeline(
     """
     name = type(pipe).__name__
     if family:
-        policy_class = find_family(family)
+        policy_class = import_family(family)
         if policy_class.pipeline.rpartition(".")[2] != name:
             raise InputError(
                 f"`family` must be the family of the pipeline; {family} is for a "
@@ -657,9 +660,9 @@ def _load_policy_of_pipeline(
             f"`model` must be a {', '.join(FAMILIES)}, or one of a `family` of your own; got a {name}"
         )
     else:
-        policy_class = find_family(name)
+        policy_class = import_family(name)
     stored = str(pipe.transformer.dtype).removeprefix("torch.")
-    for argument, value in {"dtype": dtype, "weights": weights or stored}.items():
+    for argument, value in {"dtype": dtype, "weights_dtype": weights_dtype or stored}.items():
         if value != stored:
             raise InputError(
                 f"`{argument}` must be that of the pipeline's transformer, {stored}; got {value}"
@@ -670,17 +673,17 @@ def _load_policy_of_pipeline(
             f"got {options['quantization']}"
         )
     options.setdefault("device", pipe.transformer.device)
-    types = {"dtype": TORCH_DTYPES[stored], "weights": TORCH_DTYPES[stored]}
+    types = {"dtype": TORCH_DTYPES[stored], "weights_dtype": TORCH_DTYPES[stored]}
     return policy_class(Path(pipe.name_or_path or "."), resolution, pipe=pipe, **types, **options)
 
 
-@checked(
+@check_arguments(
     model=values_where(Any, "pocket, a folder, a hub id, or a pipeline of diffusers", _is_model),
     resolution=values_where(
         int | Sequence[int], "a side length or (height, width) in pixels", _is_resolution
     ),
     dtype=Literal["float32", "bfloat16", "float16"],
-    weights=Literal["float32", "bfloat16", "float16"] | None,
+    weights_dtype=Literal["float32", "bfloat16", "float16"] | None,
     max_tokens=int_at_least(1),
     guidance=float_between(low=0),
     true_cfg_scale=float_between(low=1),
@@ -696,20 +699,21 @@ def load_policy(
     *,
     resolution: int | tuple[int, int],  # side length or (height, width), pixels
     dtype: str = "float32",  # of the forward passes: float32, bfloat16 or float16
-    weights: str | None = None,  # dtype of the transformer's weights in memory; None: as `dtype`
+    weights_dtype: str
+    | None = None,  # dtype of the transformer's weights in memory; None: as `dtype`
     family: str = "",  # a class of your own, as file.py:Class; empty: the model's pipeline decides
     # arguments of `Policy`: max_tokens, guidance, true_cfg_scale, device, keep_on_cpu, vae_tiling, quantization
     **options,
 ) -> Policy:  # frozen
     """Load a policy by its model's name, or make one from a pipeline in memory, and disable TF32 in this process.
 
-    With a pipeline in memory, `dtype` and `weights` must be the dtype of its transformer, and the policy computes on its
+    With a pipeline in memory, `dtype` and `weights_dtype` must be the dtype of its transformer, and the policy computes on its
     device unless you name another. A model that is named by a hub id is downloaded. Raises InputError if the model is
     missing, damaged, or of an unknown family, if an argument does not fit it, or if an environment variable would change
     what is computed.
     """
-    for name, value in {"dtype": dtype, "weights": weights}.items():
-        if name == "weights" and value is None:
+    for name, value in {"dtype": dtype, "weights_dtype": weights_dtype}.items():
+        if name == "weights_dtype" and value is None:
             continue
         if not isinstance(value, str) or value not in TORCH_DTYPES:
             raise InputError(
@@ -718,16 +722,21 @@ def load_policy(
     check_environment_variables()
     if not isinstance(model, str):
         return _load_policy_of_pipeline(
-            model, resolution=resolution, dtype=dtype, weights=weights, family=family, **options
+            model,
+            resolution=resolution,
+            dtype=dtype,
+            weights_dtype=weights_dtype,
+            family=family,
+            **options,
         )
 
     # Check the folder before its family's module is imported and its weights are read.
-    folder = locate_model(model)
-    policy_class = find_family(check_pipeline_folder(folder, family))
+    folder = fetch_model(model)
+    policy_class = import_family(check_pipeline_folder(folder, family))
     networks = zip(("transformer", "vae"), policy_class.network_classes, strict=True)
     for subfolder, class_name in networks:
         check_network_weights(folder, subfolder, import_class(class_name))
-    types = {"dtype": TORCH_DTYPES[dtype], "weights": TORCH_DTYPES[weights or dtype]}
+    types = {"dtype": TORCH_DTYPES[dtype], "weights_dtype": TORCH_DTYPES[weights_dtype or dtype]}
     try:
         return policy_class(folder, resolution, **types, **options)
     except (SafetensorError, OSError) as error:

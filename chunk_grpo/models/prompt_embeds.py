@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['prompt_cache_folder', 'cache_prompt_embeds', 'open_prompt_cache', 'trim_prompt_cache', 'encoder_dtype',
-           'lazy_prompt_encoder', 'prompt_key', 'encode_prompts']
+           'lazy_prompt_encoder', 'hash_encoders', 'encode_prompts']
 
 # %% ../../nbs/03_models/01_prompt_embeds.ipynb #ef05bbf4
 import contextlib
@@ -26,7 +26,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from .. import InputError
-from ..arguments import checked
+from ..arguments import check_arguments
 from chunk_grpo.models.inputs import (
     check_regular_files,
     hash_model_files,
@@ -318,7 +318,7 @@ def lazy_prompt_encoder(
             gc.collect()
 
 # %% ../../nbs/03_models/01_prompt_embeds.ipynb #da7f0315
-def prompt_key(policy: Any) -> str:  # sha256 in hex
+def hash_encoders(policy: Any) -> str:  # sha256 in hex
     """Return a hash of the encoders' files and dtype and of `max_tokens`, on which the embeddings of all families depend.
 
     `Policy.key` adds what only the embeddings of some families depend on, such as the resolution.
@@ -359,7 +359,7 @@ def _convert_to_float16(rows: dict[str, Tensor]) -> dict[str, Tensor]:
     return converted
 
 
-@checked(prompts=Sequence[str])
+@check_arguments(prompts=Sequence[str])
 def encode_prompts(
     policy: Any,  # its `key` is the hash of everything that the embeddings depend on besides the prompt
     prompts: list[str],  # P of them, at least one; repeats are allowed

@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['PROCESS_TIMEOUT', 'find_lora_layers', 'describe_layers', 'list_adapted_layers', 'freeze_layers_without_gradient',
-           'make_trainable', 'trained_share', 'swap_weights', 'adapter_parameters', 'base_weights',
+           'make_trainable', 'trained_share', 'swap_weights', 'adapter_parameters', 'use_base_weights',
            'save_trained_weights', 'read_saved_weights', 'load_trained_weights', 'try_attention_backend',
-           'check_attention_backend', 'set_attention_backend', 'compile_blocks', 'read_network',
+           'check_attention_backend', 'set_attention_backend', 'compile_blocks', 'build_meta_transformer',
            'load_trainable_policy', 'full_tensor', 'shard_model', 'gather_model']
 
 # %% ../../nbs/03_models/04_trainable.ipynb #6733ad21
@@ -49,10 +49,10 @@ from chunk_grpo.models.inputs import (
     build_meta_network,
     check_pipeline_folder,
     check_regular_files,
-    find_family,
+    import_family,
     import_class,
 )
-from .inputs import locate_model, read_model_json
+from .inputs import fetch_model, read_model_json
 from chunk_grpo.models.policy import (
     LORA_TARGETS,
     TORCH_DTYPES,
@@ -246,7 +246,7 @@ def adapter_parameters(policy: Policy) -> list[nn.Parameter]:
 
 
 @contextlib.contextmanager
-def base_weights(policy: Policy) -> Iterator[None]:  # trainable or not
+def use_base_weights(policy: Policy) -> Iterator[None]:  # trainable or not
     """Replace the policy's weights within this context by those of its base, from which training started.
 
     With LoRA the base is the network with the adapter that training started from (`start_from_adapter`), or else without
@@ -462,15 +462,15 @@ def compile_blocks(
     policy.compiled = bool(blocks)
 
 # %% ../../nbs/03_models/04_trainable.ipynb #e7dd1aa0
-def read_network(
-    folder: Path,  # a model's, as `locate_model` returns it
+def build_meta_transformer(
+    folder: Path,  # a model's, as `fetch_model` returns it
     family: str = "",  # as for `check_pipeline_folder`
 ) -> tuple[str, nn.Module]:  # such as "FluxPipeline"; the transformer
     """Return the name of a model's pipeline class, and its transformer on the meta device, without weights.
 
     Raises InputError if the folder is incomplete, or its configuration does not describe a transformer.
     """
-    policy_class = find_family(check_pipeline_folder(folder, family))
+    policy_class = import_family(check_pipeline_folder(folder, family))
     file = "transformer/config.json"
     network = build_meta_network(
         import_class(policy_class.network_classes[0]),
@@ -536,23 +536,23 @@ def load_trainable_policy(
     if compile:
         _check_compiler(torch.device(load_options.get("device", "cpu")))
     if attention != "native":
-        policy_class = find_family(check_pipeline_folder(locate_model(model), family))
+        policy_class = import_family(check_pipeline_folder(fetch_model(model), family))
         check_attention_backend(
             attention,
-            read_network(locate_model(model), family)[1],
+            build_meta_transformer(fetch_model(model), family)[1],
             torch.device(load_options.get("device", "cpu")),
             TORCH_DTYPES.get(dtype, torch.float32),  # `load_policy` rejects others
             stored=TORCH_DTYPES.get(stored, torch.float32),
             masked=policy_class.masks_attention,
         )
     if lora_rank and lora_targets:
-        _, network = read_network(locate_model(model), family)
+        _, network = build_meta_transformer(fetch_model(model), family)
         find_lora_layers(network, tuple(lora_targets))
 
     policy = load_policy(
         model,
         dtype=dtype,
-        weights=stored,
+        weights_dtype=stored,
         keep_on_cpu=sharding != "none",
         family=family,
         **load_options,

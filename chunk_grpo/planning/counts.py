@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from .. import InputError
 from ..core.settings import Settings, guidance_scales, training_sizes
-from ..theory.dynamics import DEFAULT_CHUNKS, count_trained_chunks
+from ..theory.dynamics import DEFAULT_CHUNK_COUNT, count_trained_chunks
 from ..models.cost import forward_flops, mean_forward_flops
 from ..models.inputs import is_prompt_list, read_run_prompts, split_prompt_column
 from ..models.policy import ModelConfig
@@ -36,7 +36,7 @@ def transitions_per_image(
     """
     # A profile without known sizes still determines the number of chunks, and so the mean.
     if sizes is None and settings.chunk_rule.kind == "profile":
-        chunk_total = min(DEFAULT_CHUNKS, settings.transitions)
+        chunk_total = min(DEFAULT_CHUNK_COUNT, settings.transitions)
         sampled = count_trained_chunks(
             len(settings.train_chunk_numbers or range(chunk_total)), settings.chunk_fraction
         )

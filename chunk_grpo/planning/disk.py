@@ -22,8 +22,8 @@ from chunk_grpo.models.cost import (
 )
 from chunk_grpo.models.inputs import (
     check_pipeline_folder,
-    find_family,
-    locate_model,
+    import_family,
+    fetch_model,
     read_run_prompts,
     read_run_negative_prompts,
 )
@@ -55,7 +55,7 @@ def _count_negative_prompts(
     }
     if not uses_true_cfg(settings):
         return 0
-    if find_family(config.pipeline).edits_images:
+    if import_family(config.pipeline).edits_images:
         return prompts
     return 1 + min(len(negative_prompts_in_lists), prompts)
 
@@ -121,7 +121,7 @@ def estimate_new_disk_bytes(
     prompts = len(read_run_prompts(settings, "prompts"))
     held_out = len(read_run_prompts(settings, "eval_prompts"))
     sampled = min(settings.iterations * settings.prompts_per_iteration, prompts)
-    folder = locate_model(settings.model)
+    folder = fetch_model(settings.model)
     check_pipeline_folder(folder, settings.family)
     config = read_model_config(folder, settings.family)
     folder_bytes = run_disk_bytes(settings, config, reference_weights)

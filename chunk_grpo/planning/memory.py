@@ -14,13 +14,13 @@ from ..core.settings import Settings, evaluated_rewards, reward_weights, trainin
 from chunk_grpo.models.activations import (
     activation_bytes,
     decode_bytes_on_gpu,
-    images_decoded_at_once,
+    decode_batch_size,
 )
 from chunk_grpo.models.cost import (
     count_trained_parameters,
     largest_training_size,
     latent_numel,
-    frozen_meta_policy,
+    shared_meta_policy,
     model_sizes,
 )
 from ..models.policy import TORCH_DTYPES, ModelConfig
@@ -44,7 +44,7 @@ def _count_linear_parameters(
     config: ModelConfig,
 ) -> int:
     """Count the weights of the transformer's linear layers, the only ones that `quantization` affects."""
-    network = frozen_meta_policy(config).transformer
+    network = shared_meta_policy(config).transformer
     return sum(layer.weight.numel() for layer in network.modules() if isinstance(layer, nn.Linear))
 
 
@@ -142,7 +142,7 @@ def peak_memory(
             resolution=side,
             dtype=settings.dtype,
             tiling=settings.vae_tiling,
-            images=images_decoded_at_once(config, side, images),
+            images=decode_batch_size(config, side, images),
         )
         for side, images in batches
     )

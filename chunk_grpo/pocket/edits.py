@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['EDIT_KINDS', 'MAX_OBJECTS', 'DIRECTIONS', 'Edit', 'parse_instruction', 'free_cells', 'apply_edit', 'possible_edits',
-           'sample_edit_scene', 'edit_record', 'read_edit_record', 'read_edit_list', 'matches_edit', 'PocketEdit',
+           'sample_edit_scene', 'build_edit_record', 'read_edit_record', 'read_edit_list', 'matches_edit', 'PocketEdit',
            'untouched_region', 'PocketEditConsistency']
 
 # %% ../../nbs/01_pocket/07_edits.ipynb #c19115b9
@@ -106,7 +106,7 @@ def free_cells(scene: Scene) -> list[tuple[float, float]]:  # (x, y) of each cen
     ]
 
 
-def _reason_impossible(
+def _find_edit_problem(
     scene: Scene,  # before the edit
     edit: Edit,
 ) -> str:
@@ -145,7 +145,7 @@ def apply_edit(
     object or more than MAX_OBJECTS. A move is also impossible if the cell that it needs is taken or outside the grid, or if
     the object is not at the centre of a cell. `centre` is not checked.
     """
-    if reason := _reason_impossible(scene, edit):
+    if reason := _find_edit_problem(scene, edit):
         raise InputError(
             f"`prompt` must be possible for its image; got {edit.instruction!r}: {reason}"
         )
@@ -172,7 +172,7 @@ def possible_edits(scene: Scene) -> list[Edit]:
         edits += [Edit("recolour", colour, shape, new) for new in POCKET_COLOURS if new != colour]
         edits += [Edit("move", colour, shape, direction) for direction in DIRECTIONS]
         edits.append(Edit("remove", colour, shape))
-    return [edit for edit in edits if not _reason_impossible(scene, edit)]
+    return [edit for edit in edits if not _find_edit_problem(scene, edit)]
 
 
 def sample_edit_scene(
@@ -192,7 +192,7 @@ def sample_edit_scene(
     return Scene("", tuple(things), (grey, grey))
 
 # %% ../../nbs/01_pocket/07_edits.ipynb #47eae951
-def edit_record(
+def build_edit_record(
     scene: Scene,  # before the edit
     edit: Edit,
     image: str,  # path of the scene's picture, relative to the list's folder
@@ -211,7 +211,7 @@ def edit_record(
 
 
 def read_edit_record(
-    record: Mapping,  # as returned by `edit_record`
+    record: Mapping,  # as returned by `build_edit_record`
 ) -> tuple[Scene, Edit]:
     """Return the scene before the edit, and the edit, that a record describes.
 
@@ -235,14 +235,14 @@ def read_edit_record(
             f"{', '.join(record)}"
         )
     scene = Scene("", things, (grey, grey))
-    if reason := _reason_impossible(scene, edit):
+    if reason := _find_edit_problem(scene, edit):
         raise InputError(f"the record must have an edit that is possible for its image; {reason}")
     return scene, edit
 
 
 def read_edit_list(
     split: str = "train",  # train, validation or test
-) -> list[dict]:  # records as returned by `edit_record`
+) -> list[dict]:  # records as returned by `build_edit_record`
     """Return the records of a shipped list of edits, in the order of its file.
 
     Raises InputError for an unknown name.
@@ -327,7 +327,7 @@ class PocketEdit:
         self,
         images: Sequence[Image.Image] | torch.Tensor,  # PIL; or (B, 3, 64, 64), in [0, 1] or uint8
         prompts: Sequence[str],  # ignored: the records hold the instructions
-        records: Sequence[Mapping],  # one per image, as returned by `edit_record`
+        records: Sequence[Mapping],  # one per image, as returned by `build_edit_record`
     ) -> torch.Tensor:  # (B,), float32, 0 or 1
         """Return 1 for each image that shows exactly its edit, otherwise 0.
 
@@ -386,7 +386,7 @@ class PocketEditConsistency:
         self,
         images: Sequence[Image.Image] | torch.Tensor,  # PIL; or (B, 3, 64, 64), in [0, 1] or uint8
         prompts: Sequence[str],  # ignored: the records hold the instructions
-        records: Sequence[Mapping],  # one per image, as returned by `edit_record`
+        records: Sequence[Mapping],  # one per image, as returned by `build_edit_record`
     ) -> torch.Tensor:  # (B,), float32, in [0, 1]
         """Return the share of pixels in each image's `untouched_region` that are unchanged.
 

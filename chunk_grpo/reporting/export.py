@@ -15,7 +15,7 @@ import httpx
 
 import chunk_grpo
 from .. import InputError
-from ..arguments import checked, int_at_least, path_argument
+from ..arguments import check_arguments, int_at_least, path_argument
 from ..core import settings as setting
 from ..core.files import atomic_write
 from ..models import adapters, inputs
@@ -41,7 +41,7 @@ def _copy_pipeline(
         # The index also lists options, and modules that this pipeline does not have.
         is_module = isinstance(classes, list) and classes[1:] and classes[1]
         if is_module and name != "transformer" and (base / name).is_dir():
-            ignored = shutil.ignore_patterns(*inputs.OTHER_FILES)
+            ignored = shutil.ignore_patterns(*inputs.IGNORED_MODEL_FILES)
             shutil.copytree(base / name, folder / name, ignore=ignored)
 
 
@@ -54,7 +54,7 @@ def _export_adapter(
     family: str,  # the setting `family`
 ) -> None:
     """Write a run's adapter in the given layout, and also the adapter that training started from, if there was one."""
-    pipeline, network = adapters.read_network(base, family)
+    pipeline, network = adapters.build_meta_transformer(base, family)
     trained = adapters.read_adapter(str(weights), pipeline, network)
     adapters.write_adapter(trained, folder, layout)
     start = run / adapters.START_FOLDER
@@ -87,7 +87,7 @@ def _check_repository_name(
         )
 
 
-@checked(run=path_argument(), folder=path_argument(), checkpoint=int_at_least(1) | None)
+@check_arguments(run=path_argument(), folder=path_argument(), checkpoint=int_at_least(1) | None)
 def export_run(
     run: Path | str,  # a run's folder, finished or with a checkpoint
     folder: Path | str,  # a new folder
@@ -108,7 +108,7 @@ def export_run(
     uploaded. Raises InputError if the folder is not new or empty, an argument does not fit the run, the weights are missing
     or damaged, the model or the held-out prompts have changed, or the run would load or copy what is not trusted.
     """
-    run = run_folder.find_run(run)
+    run = run_folder.resolve_run_folder(run)
     out = Path(os.path.abspath(folder))
     settings = run_folder.read_run_settings(run)
     run_folder.check_new_folder(out)
@@ -133,7 +133,7 @@ def export_run(
             f"{settings.model!r}; inspect that model, then add --trust"
         )
     run_folder.check_trust(run, trust, action="exporting", loads_rewards=False)
-    weights = run_images.find_weights(run, checkpoint)
+    weights = run_images.find_verified_weights(run, checkpoint)
     inputs_used = ["model"]
     prompts = read_quotable_prompts(run, settings, trust)
     if prompts:
@@ -152,7 +152,7 @@ def export_run(
         layout=layout,
         base_model=base_model,
     )
-    base = inputs.locate_model(settings.model)
+    base = inputs.fetch_model(settings.model)
     with atomic_write(out) as temporary:
         temporary.mkdir()
         weights_folder = temporary / "transformer"  # an adapter stays here until it is converted
@@ -215,7 +215,7 @@ def check_hub_login(
         ) from None
 
 
-@checked(folder=path_argument())
+@check_arguments(folder=path_argument())
 def push_to_hub(
     folder: Path | str,  # a folder that `export_run` wrote
     repo_id: str,  # NAME/REPOSITORY; created if it does not exist

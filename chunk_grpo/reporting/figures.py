@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['METHOD_COLOURS', 'FURTHER_COLOURS', 'ARM_LABELS', 'method_colour', 'create_subplots', 'with_house_style',
            'shorten_name', 'figure_to_png', 'display_figure', 'metric_series', 'draw_mean', 'draw_held_out',
-           'plot_profile', 'read_image', 'choose_fonts', 'plot_image_grid', 'plot_before_after', 'checker_notes',
+           'plot_profile', 'read_image', 'choose_fonts', 'plot_image_grid', 'plot_before_after', 'detector_notes',
            'plot_deltas', 'plot_categories', 'stack_lists', 'plot_progress', 'LiveFigure', 'watch_run']
 
 # %% ../../nbs/12_reporting/00_figures.ipynb #e6ec94bd
@@ -427,7 +427,7 @@ def plot_before_after(
     )
 
 
-def checker_notes(
+def detector_notes(
     scores: pd.DataFrame,  # a row per image, as for `plot_before_after`
     folder: Path,  # contains the image files
     count: int = 6,  # largest number of prompts, as in the figure

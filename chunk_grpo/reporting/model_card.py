@@ -144,7 +144,7 @@ def _final_iteration(
     return run_info.get("final_iteration") or settings.iterations
 
 
-def _without_private_options(
+def _remove_private_options(
     reward_options: Mapping[str, Mapping],  # reward -> option -> value
 ) -> dict[str, dict]:
     """Return the options of rewards without addresses of servers and names of environment variables with secrets."""
@@ -185,7 +185,7 @@ def model_card(
         if row["value"] != row["default"] and not is_path:
             value = row["value"]
             if row["name"] == "reward_options":
-                value = _without_private_options(value)
+                value = _remove_private_options(value)
             rows.append({"setting": row["name"], "value": value})
     descriptions = {
         "settings": _markdown_table(rows or [{"setting": "none", "value": ""}]),
@@ -196,9 +196,9 @@ def model_card(
     for key, text in descriptions.items():
         descriptions[key] = re.sub(r"(?<![\w:/.])/(?:[^/\s,'\"]+/)+", "", text)
 
-    family = inputs.check_pipeline_folder(inputs.locate_model(settings.model), settings.family)
-    pipeline = inputs.find_family(family).pipeline
-    task = "image-to-image" if inputs.find_family(family).edits_images else "text-to-image"
+    family = inputs.check_pipeline_folder(inputs.fetch_model(settings.model), settings.family)
+    pipeline = inputs.import_family(family).pipeline
+    task = "image-to-image" if inputs.import_family(family).edits_images else "text-to-image"
     prompts = read_quotable_prompts(run, settings, trust)
     prompt = next(iter(prompts), "a photo")
     negatives = inputs.read_run_negative_prompts(settings, ["eval_prompts"]) if prompts else {}

@@ -23,15 +23,20 @@ import pandas as pd
 
 import chunk_grpo
 from .. import InputError
-from ..arguments import checked, int_at_least, path_argument, path_list
+from ..arguments import check_arguments, int_at_least, path_argument, path_list
 from ..core import settings as setting
-from ..core.files import atomic_write, check_writable, remove_abandoned, temporary_folder
+from chunk_grpo.core.files import (
+    atomic_write,
+    check_writable,
+    remove_abandoned_files,
+    temporary_folder,
+)
 from ..core.settings import Settings, method_label
 from .tables import render_template
 from chunk_grpo.runs.run_folder import (
     evaluation_folder_name,
     file_of_run,
-    find_run,
+    resolve_run_folder,
     read_evaluation_records,
     read_evaluation_summary,
 )
@@ -381,7 +386,7 @@ def write_report(
     return notebook_to_html(execute_report(name, notebook, **parameters), out)
 
 
-@checked(run=path_argument(), checkpoint=int_at_least(1) | None)
+@check_arguments(run=path_argument(), checkpoint=int_at_least(1) | None)
 def write_run_report(
     run: str | Path,  # a run's folder
     name: str = "train",  # "train": of the training; "evaluate": of the evaluation
@@ -393,7 +398,7 @@ def write_run_report(
     Raises InputError for another `name`, if `name` is evaluate and the run or the checkpoint was not evaluated, or if a
     checkpoint is given for the report of the training.
     """
-    run = find_run(run).resolve()
+    run = resolve_run_folder(run).resolve()
     # Called for its warning about settings of another version, since the kernel's warnings are not shown.
     read_run_settings(run)
     if name == "evaluate":
@@ -412,7 +417,7 @@ def write_run_report(
             f"`checkpoint` has an effect only on the report evaluate; got {checkpoint}"
         )
     for file in ("report.ipynb", "report.html"):
-        remove_abandoned(run, file)
+        remove_abandoned_files(run, file)
     return write_report(name, run / "report.html", settings="", out=str(run), train=False)
 
 # %% ../../nbs/12_reporting/02_reports.ipynb #0d6c9c4d
@@ -466,7 +471,7 @@ def run_cost(run: Path) -> dict[str, float]:  # run: a run's folder
     }
 
 
-@checked(runs=path_list())
+@check_arguments(runs=path_list())
 def compare_runs(runs: Sequence[str | Path]) -> pd.DataFrame:  # runs: run folders
     """Return a table with a row per run and reward: the means of base and trained weights, their difference, and the cost.
 

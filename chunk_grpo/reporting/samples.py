@@ -17,7 +17,7 @@ import numpy as np
 from diffusers.image_processor import VaeImageProcessor
 
 from .. import InputError
-from ..arguments import checked, int_at_least, path_argument, text_list
+from ..arguments import check_arguments, int_at_least, path_argument, text_list
 from ..core import settings as setting
 from ..core.files import atomic_write, write_json
 from ..evaluation import evaluate as evaluating
@@ -184,7 +184,7 @@ def _write_samples(
     (folder / "contact-sheet.png").write_bytes(_draw_contact_sheet(images))
 
 
-@checked(
+@check_arguments(
     run=path_argument(),
     prompts=text_list(1),
     seeds=Sequence[int_at_least(0)],
@@ -222,7 +222,7 @@ def sample_run(
     seeds = list(seeds) or [settings.eval_seed]
     _check_sample_arguments(prompts, seeds, out)
     _check_source_images(prompts, settings)
-    weights = run_images.find_weights(run, checkpoint)
+    weights = run_images.find_verified_weights(run, checkpoint)
     inputs_used = ["model"]
     if read_held_out_prompts(settings):
         inputs_used.append("eval_prompts")
@@ -264,7 +264,7 @@ def sample_run(
     return images
 
 # %% ../../nbs/12_reporting/04_samples.ipynb #ff1c5e50
-@checked(run=path_argument(), changes=Mapping[str, Any] | Sequence[str])
+@check_arguments(run=path_argument(), changes=Mapping[str, Any] | Sequence[str])
 def sample_widget(
     run: Path | str,  # a run's folder, finished or with a checkpoint
     prompt: str = "",  # initial prompt; empty: the first held-out prompt
@@ -281,7 +281,7 @@ def sample_widget(
     settings = evaluating.evaluation_settings(run, changes)
     run_folder.check_trust(run, trust, action="sampling from", loads_rewards=False)
     chosen = choose_arms(settings, arms)
-    weights = run_images.find_weights(run)
+    weights = run_images.find_verified_weights(run)
     run_folder.check_run_inputs(run, settings)
     model = run_images.load_trained_policy(Path(run), settings, folder=weights)
 

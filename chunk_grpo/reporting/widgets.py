@@ -28,8 +28,8 @@ from torch import Tensor
 
 from .. import InputError
 from ..core.files import atomic_write, check_writable
-from ..theory.chunks import Chunks, chunks_from_setting, step_weights
-from ..theory.dynamics import chunk_weights, chunks_from_profile
+from ..theory.chunks import Chunks, chunks_from_setting, chunk_transition_weights
+from ..theory.dynamics import chunk_probabilities, chunks_from_profile
 from . import figures, tables
 from ..runs import run_folder
 
@@ -66,8 +66,8 @@ def chunk_weight_rows(
     The numbers in parentheses are equations of the paper. The keys of a row are the headings of the table, and its values
     are texts. Raises InputError if the shapes do not fit.
     """
-    weights = step_weights(chunks)
-    sampling_weights = chunk_weights(profile[None], chunks)[0].tolist()
+    weights = chunk_transition_weights(chunks)
+    sampling_weights = chunk_probabilities(profile[None], chunks)[0].tolist()
     rows = []
     for k, chunk in enumerate(chunks.slices):
         transitions = f"{chunk.start}"
@@ -323,7 +323,7 @@ def write_lab_notebook(
 
     Raises InputError if `run` holds no run, or if the folder does not exist, lies in the run's folder, or cannot be written to.
     """
-    run = run_folder.find_run(Path(run))
+    run = run_folder.resolve_run_folder(Path(run))
     folder = Path(folder)
     file = folder / f"{run.resolve().name}.ipynb"
     if not folder.is_dir():

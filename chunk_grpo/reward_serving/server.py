@@ -572,7 +572,7 @@ def _exit_with_parent(parent_pid: int) -> None:
     """Wait until the parent process has ended, then end this process and everything it started."""
     while os.getppid() == parent_pid:
         time.sleep(0.5)
-    # `LocalServer` starts this process as the leader of a group, which holds all that it started.
+    # `ChildProcessReward` starts this process as the leader of a group, which holds all that it started.
     if os.getpgrp() == os.getpid():
         os.killpg(os.getpid(), signal.SIGKILL)
     os._exit(1)

@@ -23,7 +23,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_res
 import chunk_grpo
 from .. import InputError
 from .images import Images, images_to_tensor, normalize_images, resize_like_pillow
-from .scorers import ModelScorer, load_tokenizer, locate_hub_file, resolve_device
+from .scorers import ModelScorer, load_tokenizer, fetch_hub_file, resolve_device
 
 _HPSV3_ID, _HPSV3_BASE_ID = "MizzenAI/HPSv3", "Qwen/Qwen2-VL-7B-Instruct"
 IMAGE_FACTOR = 28  # side of the square that one token covers, pixels
@@ -240,9 +240,9 @@ def load_hpsv3(
     scorer_device, scorer_dtype = resolve_device(device, dtype, batch_size, large=True)
 
     # Check all small files before reading 16 GB.
-    file = locate_hub_file("weights", weights, "HPSv3.safetensors", _HPSV3_ID)
+    file = fetch_hub_file("weights", weights, "HPSv3.safetensors", _HPSV3_ID)
     for name in ("config.json", "tokenizer_config.json"):
-        locate_hub_file("base", base, name, _HPSV3_BASE_ID)
+        fetch_hub_file("base", base, name, _HPSV3_BASE_ID)
     tokenizer = load_tokenizer("base", str(base), _HPSV3_BASE_ID)
     tokenizer.add_tokens(
         [AddedToken(REWARD_TOKEN, normalized=False, special=True)], special_tokens=True

@@ -19,7 +19,7 @@ from transformers.models.blip.modeling_blip_text import BlipTextModel
 
 from .. import InputError
 from .images import Images, ImageTransform, transform_images
-from .scorers import ModelScorer, load_tokenizer, locate_hub_file, resolve_device
+from .scorers import ModelScorer, load_tokenizer, fetch_hub_file, resolve_device
 
 _IMAGEREWARD_ID, _BERT_ID = "THUDM/ImageReward", "bert-base-uncased"
 # mean and standard deviation of the head's output over the images of the training set
@@ -196,9 +196,9 @@ def load_imagereward(
     """
     scorer_device, scorer_dtype = resolve_device(device, dtype, batch_size)
     config = json.loads(
-        locate_hub_file("weights", weights, "med_config.json", _IMAGEREWARD_ID).read_text()
+        fetch_hub_file("weights", weights, "med_config.json", _IMAGEREWARD_ID).read_text()
     )
-    file = locate_hub_file("weights", weights, "ImageReward.pt", _IMAGEREWARD_ID)
+    file = fetch_hub_file("weights", weights, "ImageReward.pt", _IMAGEREWARD_ID)
     has_tokenizer = (Path(weights) / "vocab.txt").is_file()
     default_tokenizer = weights if has_tokenizer else _BERT_ID
     bert = load_tokenizer("tokenizer", str(tokenizer or default_tokenizer), _BERT_ID)

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['EXTRA_INPUTS', 'extra_inputs', 'load_reward_with_options', 'load_reward', 'batch_slices', 'score_images',
-           'check_prompts', 'incompressibility', 'compressibility', 'scoring_thread', 'StreamingScores']
+           'check_prompts', 'incompressibility', 'compressibility', 'make_scoring_executor', 'StreamingScores']
 
 # %% ../../nbs/04_rewards/00_rewards.ipynb #715e1483
 import copy
@@ -437,7 +437,7 @@ def compressibility(
     return functools.partial(incompressibility(quality), sign=-1)
 
 # %% ../../nbs/04_rewards/00_rewards.ipynb #ca019e42
-def scoring_thread() -> ThreadPoolExecutor:
+def make_scoring_executor() -> ThreadPoolExecutor:
     """Return a thread pool with one thread, whose current GPU is that of the calling thread; the caller shuts it down."""
     # `set_device` ignores a negative number.
     gpu = torch.cuda.current_device() if torch.cuda.is_available() else -1
@@ -452,7 +452,7 @@ class StreamingScores:
 
     def __init__(
         self,
-        executor: ThreadPoolExecutor,  # with one thread, see `scoring_thread`
+        executor: ThreadPoolExecutor,  # with one thread, see `make_scoring_executor`
         scorers: Mapping[str, Callable],  # rewards, keyed by name
         prompts: Sequence[str],  # one for each image that will arrive
         batch: int = 64,  # largest number of images per call of a reward

@@ -77,26 +77,28 @@ def read_published_tables(
 
 # %% ../../nbs/13_studies/06_agreement.ipynb #17c8b517
 def concordance(
-    theirs: Mapping[str, float],  # scores in a paper, keyed by method; higher is better
-    ours: Mapping[str, float],  # our scores or those in another paper, keyed by method
+    paper_scores: Mapping[str, float],  # scores in a paper, keyed by method; higher is better
+    study_scores: Mapping[str, float],  # our scores or those in another paper, keyed by method
     # methods whose scores a paper copied, one collection per paper; a pair of two of these does not count
     copied: Sequence[Collection[str]] = (),
 ) -> tuple[int, int]:  # pairs in the same order minus those in the opposite order, and all pairs
     """Compare the order of each pair of shared methods in both sets of scores; a tie counts only among all pairs."""
-    shared = sorted(theirs.keys() & ours.keys())
+    shared = sorted(paper_scores.keys() & study_scores.keys())
     pairs = []
     for pair in combinations(shared, 2):
         if not any(set(pair) <= set(names) for names in copied):
             pairs.append(pair)
     agreement = 0
     for a, b in pairs:
-        agreement += int(np.sign(theirs[a] - theirs[b]) * np.sign(ours[a] - ours[b]))
+        agreement += int(
+            np.sign(paper_scores[a] - paper_scores[b]) * np.sign(study_scores[a] - study_scores[b])
+        )
     return agreement, len(pairs)
 
 
 def agreement_p_value(
-    theirs: Mapping[str, float],  # scores in a paper, keyed by method; higher is better
-    ours: Mapping[str, float],  # our scores, keyed by method; higher is better
+    paper_scores: Mapping[str, float],  # scores in a paper, keyed by method; higher is better
+    study_scores: Mapping[str, float],  # our scores, keyed by method; higher is better
     # methods whose scores the paper copied; a pair of two does not count
     copied: Collection[str] = (),
     draws: int = 20_000,  # number of random permutations, if the two share more than eight methods
@@ -108,14 +110,14 @@ def agreement_p_value(
     permutations are used, so the value is exact; with more methods it is estimated from random ones. At least one pair of
     shared methods must count.
     """
-    shared = sorted(theirs.keys() & ours.keys())
+    shared = sorted(paper_scores.keys() & study_scores.keys())
     pairs = []
     for i, j in combinations(range(len(shared)), 2):
         if not {shared[i], shared[j]} <= set(copied):
             pairs.append((i, j))
     pairs = np.array(pairs)
-    their_scores = np.array([theirs[name] for name in shared])
-    our_scores = np.array([ours[name] for name in shared])
+    their_scores = np.array([paper_scores[name] for name in shared])
+    our_scores = np.array([study_scores[name] for name in shared])
     their_signs = np.sign(their_scores[pairs[:, 0]] - their_scores[pairs[:, 1]])
 
     def agreement(scores: np.ndarray) -> float:
@@ -134,7 +136,7 @@ def agreement_p_value(
 
 def agreement_table(
     tables: Sequence[PublishedTable],
-    ours: Mapping[str, float],  # our scores, keyed by method; higher is better
+    study_scores: Mapping[str, float],  # our scores, keyed by method; higher is better
 ) -> pd.DataFrame:  # with the columns table, paper, metric, methods, pairs, tau and p
     """Compare our order of methods with that of each published table.
 
@@ -144,17 +146,17 @@ def agreement_table(
     """
     rows = []
     for table in tables:
-        agreement, pairs = concordance(table.scores, ours, [table.copied])
+        agreement, pairs = concordance(table.scores, study_scores, [table.copied])
         if pairs:
             rows.append(
                 {
                     "table": table.id,
                     "paper": table.paper,
                     "metric": table.metric,
-                    "methods": len(table.scores.keys() & ours.keys()),
+                    "methods": len(table.scores.keys() & study_scores.keys()),
                     "pairs": pairs,
                     "tau": agreement / pairs,
-                    "p": agreement_p_value(table.scores, ours, table.copied),
+                    "p": agreement_p_value(table.scores, study_scores, table.copied),
                 }
             )
     return pd.DataFrame(rows, columns=["table", "paper", "metric", "methods", "pairs", "tau", "p"])
@@ -162,7 +164,7 @@ def agreement_table(
 # %% ../../nbs/13_studies/06_agreement.ipynb #38889b91
 def mean_agreement(
     tables: Sequence[PublishedTable],  # tables of all papers
-    ours: Mapping[str, float],  # our scores, keyed by method; higher is better
+    study_scores: Mapping[str, float],  # our scores, keyed by method; higher is better
     draws: int = 10_000,  # number of permutations of our scores
     seed: int = 0,  # seed of the permutations
 ) -> dict[str, float]:  # keyed by tau, p and papers; tau and p are nan if no table shares a pair
@@ -170,7 +172,7 @@ def mean_agreement(
 
     `papers` is the number of papers whose tables have a pair of our methods that counts, see `concordance`.
     """
-    names = sorted(name for name in ours if any(name in table.scores for table in tables))
+    names = sorted(name for name in study_scores if any(name in table.scores for table in tables))
     index = {name: i for i, name in enumerate(names)}
 
     # Collect from each table with a pair: its paper, the indices of its pairs (n, 2), and the signs of their
@@ -195,7 +197,7 @@ def mean_agreement(
             taus[paper].append(float(np.mean(our_signs * signs)))
         return float(np.mean([np.mean(paper_taus) for paper_taus in taus.values()]))
 
-    values = np.array([ours[name] for name in names])
+    values = np.array([study_scores[name] for name in names])
     rng = np.random.default_rng(seed)
     tau = mean_tau(values)
     # The tolerance also counts permutations that agree equally well apart from rounding.

@@ -6,7 +6,7 @@
 __all__ = ['STUDY_ROWS_FOLDER', 'describe_study', 'load_study_rows', 'arms_with_runs', 'missing_runs_note', 'earlier_model_note',
            'provenance_note', 'pivot_by_seed', 'mean_score', 'gains_by_seed', 'paired_intervals', 'paired_differences',
            'contrast_table', 'training_rewards', 'common_rewards', 'format_difference', 'cost_columns', 'study_table',
-           'outcome_table', 'differing_settings', 'arm_colour', 'plot_forest', 'curve_column', 'plot_training_curves']
+           'format_outcomes', 'differing_settings', 'arm_colour', 'plot_forest', 'curve_column', 'plot_training_curves']
 
 # %% ../../nbs/13_studies/03_analysis.ipynb #0c218396
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +23,7 @@ from .. import InputError
 from ..core.files import read_json_lines
 from ..core.settings import PRESETS_DIR, method_label
 from ..core.statistics import t_intervals
-from ..models.inputs import MODEL_FOLDERS, hash_model_files, locate_model
+from ..models.inputs import MODEL_FOLDERS, hash_model_files, fetch_model
 from chunk_grpo.reporting.figures import (
     FURTHER_COLOURS,
     METHOD_COLOURS,
@@ -111,7 +111,7 @@ def missing_runs_note(
 
 def earlier_model_note(rows: Sequence[Mapping]) -> str:
     """Return a sentence that counts the runs with an earlier version of the pocket base model, or ""."""
-    shipped = hash_model_files(locate_model("pocket"), MODEL_FOLDERS)
+    shipped = hash_model_files(fetch_model("pocket"), MODEL_FOLDERS)
     pocket = [row for row in rows if row["settings"].get("model") == "pocket"]
     earlier = [row for row in pocket if row.get("model_sha256", shipped) != shipped]
     if not earlier:
@@ -315,7 +315,7 @@ def study_table(
     return lines
 
 
-def outcome_table(
+def format_outcomes(
     rows: Sequence[Mapping],  # rows of finished runs, at least one
     reference: str | None,  # arm that the others are compared with; None: no comparison
 ) -> str:

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['FIXED_SETTINGS', 'HELD_OUT_NAMES', 'CHECK_LIMITS', 'QUICK_SEEDS', 'READING_NOTE', 'split_source', 'find_method',
            'find_method_files', 'method_changes', 'keeps_fixed_settings', 'method_grid', 'HeldOutList',
-           'held_out_lists', 'find_leaks', 'watch_opens', 'CheckedMethod', 'check_method', 'complete_rows',
+           'held_out_lists', 'find_leaks', 'watch_opens', 'CheckedMethod', 'check_method', 'load_complete_rows',
            'plan_content', 'write_plan', 'detectable_difference', 'describe_comparison', 'comparison_table',
            'rank_table', 'markdown_table', 'format_comparisons', 'summary_lines', 'build_page', 'default_folder',
            'try_method', 'summarise_try']
@@ -27,12 +27,12 @@ import pandas as pd
 
 from .. import InputError
 from ..core import settings as setting
-from ..core.files import atomic_write, read_json, read_json_lines, sha256_of, write_json
+from ..core.files import atomic_write, read_json, read_json_lines, hash_file, write_json
 from ..core.machine import TrainingFailed
 from ..core.settings import Settings
 from ..core.imports import import_callable
 from ..core.statistics import t_intervals
-from ..core.user_code import code_files
+from ..core.user_code import find_code_files
 from ..core.validation import dump_yaml, format_value, parse_yaml
 from ..models.inputs import read_prompts, split_prompt_column
 from ..pocket import EDIT_FILES, PROMPT_FILES
@@ -47,7 +47,7 @@ from chunk_grpo.studies.design import (
     find_finished_row,
     find_study_folder,
     load_study,
-    read_tuned,
+    read_tuned_settings,
 )
 from .pilot import paired_power, tune_study, tuning_arms
 from .study import run_study
@@ -110,7 +110,7 @@ def find_method_files(
 ) -> list[Path]:
     """Return the file of a method and the files of the user's modules that it imports, without installed packages."""
     path, _ = split_source(source)
-    return list(dict.fromkeys(code_files(f"{path}:any").values()))
+    return list(dict.fromkeys(find_code_files(f"{path}:any").values()))
 
 # %% ../../nbs/13_studies/07_try_method.ipynb #de63d8b3
 # Settings that a method must not change. The protocol, which is the study whose arms it is compared with, fixes them.
@@ -497,14 +497,14 @@ def check_method(
         path=method,
         changes=changes,
         grid=grid,
-        files={str(file): sha256_of(file) for file in code},
+        files={str(file): hash_file(file) for file in code},
     )
 
 # %% ../../nbs/13_studies/07_try_method.ipynb #d0511436
 QUICK_SEEDS = 4
 
 
-def complete_rows(
+def load_complete_rows(
     protocol: str | Path,  # name of a study, or its folder
 ) -> list[dict]:
     """Return the stored rows of a shipped study if every planned trial has one, else an empty list."""
@@ -768,7 +768,7 @@ def build_page(
     study = load_study(plan)
     own_arm = next(iter(study.arms))
     table = comparison_table(rows, study, own_arm)
-    tuned = read_tuned(plan)
+    tuned = read_tuned_settings(plan)
     base = setting.load_settings(plan / "base.yaml")
     settings = []
     for arm, best in tuned.items():
@@ -885,8 +885,8 @@ def _write_plans(
     settings of the protocol, and the arms that are left out.
     """
     study = load_study(protocol)
-    stored_rows = complete_rows(protocol)
-    tuned = read_tuned(find_study_folder(protocol))
+    stored_rows = load_complete_rows(protocol)
+    tuned = read_tuned_settings(find_study_folder(protocol))
     candidates = [arm for arm in study.arms if stored_rows and arm != study.reference]
     other_arms = [arm for arm in candidates if keeps_fixed_settings(study.arms[arm])]
     plan = out / "plan"
@@ -970,7 +970,7 @@ def try_method(
     options = {
         "class": class_name,  # empty: the only class in the file
         "file": {
-            os.path.relpath(file, Path(split_source(source)[0]).resolve().parent): sha256_of(file)
+            os.path.relpath(file, Path(split_source(source)[0]).resolve().parent): hash_file(file)
             for file in find_method_files(source)
         },
         "settings": [*overrides],
@@ -1005,7 +1005,7 @@ def try_method(
         plan,
         out / "trials",
         processes,
-        finished_rows=[*finished_rows, *complete_rows(protocol)],
+        finished_rows=[*finished_rows, *load_complete_rows(protocol)],
         log=_hide_gains(log),
         unplanned=True,
     )

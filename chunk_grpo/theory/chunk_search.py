@@ -127,22 +127,22 @@ def paper_rule_chunks(
 def optimal_chunks(
     profile: Tensor,  # distance of each trained transition, (n,), positive
     # number of chunks K, but at most n; None: the penalty selects K
-    max_chunks: int | None = None,
-    # share of the variation that each additional chunk must explain, > 0; None: `max_chunks` is K
+    chunk_count: int | None = None,
+    # share of the variation that each additional chunk must explain, > 0; None: `chunk_count` is K
     penalty: float | None = None,
 ) -> Chunks:
     """Divide the transitions into the K chunks with the smallest squared deviation S_K of log-distances from chunk means.
 
-    `max_chunks` gives K, equation (f), or `penalty` selects it by minimising S_K + penalty S_1 K, equation (g). Raises
+    `chunk_count` gives K, equation (f), or `penalty` selects it by minimising S_K + penalty S_1 K, equation (g). Raises
     InputError unless exactly one of them is given and in range.
     """
     y = centered_log_profile(profile)
-    if (max_chunks is None) == (penalty is None):
+    if (chunk_count is None) == (penalty is None):
         raise InputError(
-            f"`max_chunks` or `penalty` must be given, and not both; got {max_chunks} and {penalty}"
+            f"`chunk_count` or `penalty` must be given, and not both; got {chunk_count} and {penalty}"
         )
     if penalty is None:
-        return chunks_from_profile(y.exp(), max_chunks)
+        return chunks_from_profile(y.exp(), chunk_count)
     if not penalty > 0:
         raise InputError(f"`penalty` must be a number above 0; got {penalty}")
     variation = float((y - y.mean()).square().sum())

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .. import InputError
-from ..arguments import checked
+from ..arguments import check_arguments
 from .schedule import broadcast_sigma
 
 SAMPLER_KINDS = ("flow", "dance", "cps", "ode")
@@ -166,7 +166,7 @@ def _transition_coefficients(
     )
 
 # %% ../../nbs/00_theory/01_sampler.ipynb #d4e96299
-@checked()
+@check_arguments()
 @dataclass(frozen=True, eq=False)
 class Sampler:
     """Define how trajectories are sampled: the noise levels, the kind of transition, and the noise strength of each one.
@@ -181,12 +181,12 @@ class Sampler:
     # one of SOLVERS; dpm2 needs two transitions without noise in a row
     solver: str = "euler"
     # noise level sigma_1, (), that replaces a sigma of 1 in the noise coefficient; None: sigmas[1]
-    second: Tensor | None = None
+    second_sigma: Tensor | None = None
     # weights from `multistep_weights`, (T,) float64; 0 for transitions that take an Euler step. `mean_std` and `step` leave
     # the second-order term out; the caller adds it to the mean, as `training.rollout.integrate` does
-    second_order: Tensor = field(init=False)
+    second_order_weights: Tensor = field(init=False)
     # indices of the transitions with noise, increasing, (n,) long
-    stochastic: Tensor = field(init=False)
+    stochastic_steps: Tensor = field(init=False)
     # (a, b, std) of all transitions, (T,) each
     _table: tuple[Tensor, Tensor, Tensor] = field(init=False, repr=False)
 
@@ -197,18 +197,18 @@ class Sampler:
             raise InputError(f"`solver` must be one of {', '.join(SOLVERS)}; got {self.solver!r}")
         # Only a deterministic transition that follows another one can be extrapolated
         extrapolates = (eta == 0) & (eta.roll(1) == 0) & (self.solver == "dpm2")
-        second_order = torch.where(extrapolates, multistep_weights(self.sigmas.cpu()), 0.0)
-        if self.solver != "euler" and not second_order.any():
+        second_order_weights = torch.where(extrapolates, multistep_weights(self.sigmas.cpu()), 0.0)
+        if self.solver != "euler" and not second_order_weights.any():
             raise InputError(
                 f"`solver` must be euler where no two transitions in a row are without noise; got "
                 f"{self.solver}"
             )
-        table = _transition_coefficients(self.sigmas, self.kind, eta, self.second)
+        table = _transition_coefficients(self.sigmas, self.kind, eta, self.second_sigma)
         computed = {
             "eta": eta,
-            "stochastic": eta.nonzero()[:, 0],
+            "stochastic_steps": eta.nonzero()[:, 0],
             "_table": table,
-            "second_order": second_order,
+            "second_order_weights": second_order_weights,
         }
         for name, value in computed.items():
             object.__setattr__(self, name, value)  # the dataclass is frozen

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .. import InputError
-from ..arguments import checked, int_at_least
+from ..arguments import check_arguments, int_at_least
 
 # %% ../../nbs/00_theory/00_schedule.ipynb #fe60e511
 def broadcast_sigma(
@@ -92,7 +92,7 @@ def shift_sigmas(
     return shift * u / (shift * u + (1 - u))
 
 # %% ../../nbs/00_theory/00_schedule.ipynb #2d06aaa8
-@checked(steps=int_at_least(1))
+@check_arguments(steps=int_at_least(1))
 def sigmas(
     steps: int,  # sampling steps T, at least 1
     shift: float = 3.0,  # factor on the noise-to-signal ratio, > 0; 3 in the paper's training

@@ -113,7 +113,7 @@ def step_weights_by_name(
     raw = _raw_step_weights(name, sampler, steps)
     normaliser = raw.mean()
     if full_sampler is not None:
-        normaliser = _raw_step_weights(name, full_sampler, full_sampler.stochastic).mean()
+        normaliser = _raw_step_weights(name, full_sampler, full_sampler.stochastic_steps).mean()
     return torch.zeros(len(sampler)).index_put((steps,), (raw / normaliser).float())
 
 # %% ../../nbs/00_theory/09_surrogates.ipynb #f28fb9bc

@@ -19,7 +19,7 @@ from typing import Any
 from .. import InputError
 from ..core.files import append_json_line, read_json, read_json_lines, write_json
 from ..core.imports import import_callable
-from ..core.settings import ALARMS, Settings, named_code
+from ..core.settings import ALARMS, Settings, list_code_paths
 from ..theory.surrogates import Surrogate
 
 MAX_IDLE_ITERATIONS = 3  # a run ends after this many consecutive iterations without an update
@@ -56,7 +56,7 @@ class Callback:
         """Run code after the trained weights are written to `final/`."""
 
 
-class _LogFunction(Callback):
+class _FunctionCallback(Callback):
     """Call a function with every line of metrics and the settings."""
 
     def __init__(self, function: Callable[[dict, Settings], object]):
@@ -103,7 +103,7 @@ def as_callbacks(
     Raises InputError if a path cannot be imported, or names another class.
     """
     loaded = [load_callback(item) if isinstance(item, str) else item for item in callbacks]
-    return [item if isinstance(item, Callback) else _LogFunction(item) for item in loaded]
+    return [item if isinstance(item, Callback) else _FunctionCallback(item) for item in loaded]
 
 # %% ../../nbs/07_training/16_callbacks.ipynb #74fa3481
 def format_progress(
@@ -243,7 +243,7 @@ def _clip_range_setting(
     settings: Settings,
 ) -> tuple[str, float | None]:  # clip_range or surrogate; clip range, None if there is none
     """Return the name of the setting that defines the clip range, and the range: the smaller of two, or None if there is none."""
-    if settings.surrogate in named_code(settings):
+    if settings.surrogate in list_code_paths(settings):
         return "clip_range", settings.clip_range
     surrogate = Surrogate.parse(settings.surrogate, settings.clip_range)
     if surrogate.kind == "clip":

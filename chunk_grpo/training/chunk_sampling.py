@@ -80,10 +80,10 @@ def sample_chunks(
         else:
             distance = trajectories.distance
         if trainable_steps is None:
-            trainable_steps = trajectories.sampler.stochastic
+            trainable_steps = trajectories.sampler.stochastic_steps
         distance = distance[:, trainable_steps.to(distance.device)]
-        weights = dynamics.chunk_weights(distance, chunks)
-        weights = dynamics.tempered_weights(weights, uniform, temperature).cpu()
+        weights = dynamics.chunk_probabilities(distance, chunks)
+        weights = dynamics.tempered_probabilities(weights, uniform, temperature).cpu()
 
     # Each image has its own random numbers, so its chunks do not depend on the process.
     uniforms = torch.stack(

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['replay_transitions', 'check_transition_stats', 'check_statistic', 'compute_transition_stats', 'chunk_means',
-           'chunk_groups', 'chunk_positions_in_group', 'max_ratio_error', 'gradient_coefficients', 'UpdateStats',
+           'chunk_sample_groups', 'chunk_positions_in_group', 'max_ratio_error', 'gradient_coefficients', 'UpdateStats',
            'check_chunk_metrics', 'accumulate_gradients']
 
 # %% ../../nbs/07_training/08_gradient.ipynb #17047d99
@@ -73,7 +73,7 @@ def check_transition_stats(
     If the method has log-probabilities, the first tensor must be (m,). Once a method has passed, later calls return
     without checking.
     """
-    if "transition_stats" in method.checked:
+    if "transition_stats" in method.passed_hooks:
         return
     allowed = f"a tuple of finite tensors (m, ...), here ({transition_count}, ...)"
     if not isinstance(transition_stats, tuple | list) or not transition_stats:
@@ -94,7 +94,7 @@ def check_transition_stats(
             shape=(transition_count,),
             shape_names="(m,) for the log-probability",
         )
-    method.checked.add("transition_stats")
+    method.passed_hooks.add("transition_stats")
 
 
 def check_statistic(
@@ -108,7 +108,7 @@ def check_statistic(
     requires (m, statistic_size), or (m,) if `statistic_size` is 0. If `has_ratio` is False and `statistic_size` is 0,
     (m, k) with any k is accepted too. Once a method has passed, later calls return without checking.
     """
-    if "statistic" in method.checked:
+    if "statistic" in method.passed_hooks:
         return
     size = method.statistic_size
     size_name = "statistic_size"
@@ -159,7 +159,7 @@ def compute_transition_stats(
     method: Method,
     # True: run the forward passes with autograd's graph, as training does, to get the same rounding errors
     graph: bool = False,
-) -> tuple[Tensor, ...]:  # (M, ...) each, detached, in the order of `update_batch.image`
+) -> tuple[Tensor, ...]:  # (M, ...) each, detached, in the order of `update_batch.image_index`
     """Replay the M transitions of an update with the current weights, and return the method's transition statistics.
 
     These are the tensors that the method's hook `transition_stats` returns, concatenated over the forward passes that
@@ -175,8 +175,8 @@ def compute_transition_stats(
             transition_stats, _ = replay_transitions(
                 context=context,
                 method=method,
-                image_index=update_batch.image[batch],
-                step_index=update_batch.step[batch],
+                image_index=update_batch.image_index[batch],
+                step_index=update_batch.step_index[batch],
                 with_penalty=False,
             )
             stats_of_batches.append([x.detach() for x in transition_stats])
@@ -199,15 +199,15 @@ def chunk_means(
     )
 
 
-def chunk_groups(
+def chunk_sample_groups(
     context: ReplayContext,  # its trajectories give the prompt of every image
     update_batch: UpdateBatch,  # of N chunk samples
 ) -> Tensor:  # (N,) long
     """Return a group number for each chunk sample; two of them are equal exactly if prompt and chunk number are equal."""
     return (
-        context.trajectories.prompt_index[update_batch.chunk_image]
-        * (int(update_batch.chunk.max()) + 1)
-        + update_batch.chunk
+        context.trajectories.prompt_index[update_batch.chunk_image_index]
+        * (int(update_batch.chunk_number.max()) + 1)
+        + update_batch.chunk_number
     )
 
 
@@ -216,7 +216,7 @@ def chunk_positions_in_group(
     update_batch: UpdateBatch,  # of N chunk samples
 ) -> Tensor:  # (N,) long, 0 ... G - 1
     """Return the number of each chunk sample's image in its group."""
-    return update_batch.chunk_image % method.settings.images_per_prompt
+    return update_batch.chunk_image_index % method.settings.images_per_prompt
 
 
 def max_ratio_error(
@@ -244,7 +244,7 @@ def _objective_slopes(
     """
     with torch.enable_grad():
         statistic = terms.statistic.detach().requires_grad_()
-        is_first_call = "objective" not in method.checked
+        is_first_call = "objective" not in method.passed_hooks
         # A method may write into its arguments, so it gets copies.
         objective = method.objective(replace(terms, statistic=statistic).copy())
         count = len(terms.advantage)
@@ -295,8 +295,8 @@ def _statistics_of_update(
             new, _ = replay_transitions(
                 context=context,
                 method=method,
-                image_index=update_batch.image[batch],
-                step_index=update_batch.step[batch],
+                image_index=update_batch.image_index[batch],
+                step_index=update_batch.step_index[batch],
                 with_penalty=False,
             )
             before = new if old is None else _select_without_padding(old, batch, new)
@@ -322,7 +322,7 @@ def gradient_coefficients(
     is the derivative of the mean objective of all N chunk samples with respect to the transition's statistic.
     """
     chunk_sample_ids = update_batch.chunk_sample_ids.to(advantage.device)
-    group = chunk_groups(context, update_batch).to(advantage.device)
+    group = chunk_sample_groups(context, update_batch).to(advantage.device)
     member = chunk_positions_in_group(method, update_batch).to(advantage.device)
 
     # If a chunk sample spans several batches, or its objective depends on other chunk samples of its group, the means of
@@ -368,31 +368,33 @@ class UpdateStats:
     """Hold the measurements of one update, taken before its optimizer step."""
 
     # what the method's `chunk_metrics` returned: (N,) values of the chunk samples, keyed by name
-    items: dict[str, Tensor]
+    chunk_metrics: dict[str, Tensor]
     objective: float  # mean objective of the chunk samples, without the KL term
     kl: float  # mean KL term, before multiplication by the setting `kl`
 
 
 def check_chunk_metrics(
     method: Method,
-    items: object,  # what `chunk_metrics` returned
+    chunk_metrics: object,  # what `chunk_metrics` returned
     sample_count: int,  # N, number of chunk samples
 ) -> None:
     """Raise InputError unless `chunk_metrics` returned at least one tensor (N,), keyed by name.
 
     Once a method has passed, later calls return without checking.
     """
-    if "chunk_metrics" in method.checked:
+    if "chunk_metrics" in method.passed_hooks:
         return
     allowed = f"tensors of shape (N,), here ({sample_count},), by name"
-    if not isinstance(items, dict) or not items:
-        raise return_value_error(method=method, hook="chunk_metrics", allowed=allowed, value=items)
-    for value in items.values():
+    if not isinstance(chunk_metrics, dict) or not chunk_metrics:
+        raise return_value_error(
+            method=method, hook="chunk_metrics", allowed=allowed, value=chunk_metrics
+        )
+    for value in chunk_metrics.values():
         if not (isinstance(value, Tensor) and value.shape == (sample_count,)):
             raise return_value_error(
                 method=method, hook="chunk_metrics", allowed=allowed, value=value
             )
-    method.checked.add("chunk_metrics")
+    method.passed_hooks.add("chunk_metrics")
 
 
 def _chunk_advantages(
@@ -401,9 +403,9 @@ def _chunk_advantages(
 ) -> Tensor:  # (N,)
     """Return the advantage of each chunk sample: that of its image, or the mean over the chunk's transitions."""
     if advantage.ndim == 1:
-        return advantage[update_batch.chunk_image]
+        return advantage[update_batch.chunk_image_index]
     return chunk_means(
-        advantage[update_batch.image, update_batch.step], update_batch.chunk_sample_ids
+        advantage[update_batch.image_index, update_batch.step_index], update_batch.chunk_sample_ids
     )
 
 
@@ -432,7 +434,7 @@ def _backward_idle_forwards(
     for _ in range(update_batch.idle_forwards):
         transition = update_batch.batches[0][:1]
         transition_stats, penalty = method.replay(
-            context, update_batch.image[transition], update_batch.step[transition]
+            context, update_batch.image_index[transition], update_batch.step_index[transition]
         )
         # A loss of zero that depends on every output runs the whole backward pass.
         outputs = [x for x in (*transition_stats, penalty) if x is not None and x.requires_grad]
@@ -456,7 +458,7 @@ def _update_stats(
     terms = ChunkTerms(
         statistic=means,
         advantage=advantage,
-        group=chunk_groups(context, update_batch).to(device),
+        group=chunk_sample_groups(context, update_batch).to(device),
         member=chunk_positions_in_group(method, update_batch).to(device),
     )
     sample_objective = method.objective(terms.copy())
@@ -464,9 +466,9 @@ def _update_stats(
         sample_objective = sample_objective * weight
     objective = sample_objective.mean().item()
     slopes = _objective_slopes(method, terms)
-    items = method.chunk_metrics(means, slopes, advantage, sample_objective)
-    check_chunk_metrics(method, items, len(advantage))
-    return UpdateStats(items=items, objective=objective, kl=float(kl))
+    chunk_metrics = method.chunk_metrics(means, slopes, advantage, sample_objective)
+    check_chunk_metrics(method, chunk_metrics, len(advantage))
+    return UpdateStats(chunk_metrics=chunk_metrics, objective=objective, kl=float(kl))
 
 
 def accumulate_gradients(
@@ -512,7 +514,7 @@ def accumulate_gradients(
     # the weight of each transition in a mean over chunk samples
     share = 1 / (
         update_batch.chunk_sample_ids.bincount()[update_batch.chunk_sample_ids]
-        * len(update_batch.chunk_image)
+        * len(update_batch.chunk_image_index)
     )
     # the weight of each transition in the KL term, to which a method may add a factor
     kl_share = share
@@ -527,8 +529,8 @@ def accumulate_gradients(
             new, penalty = replay_transitions(
                 context=context,
                 method=method,
-                image_index=update_batch.image[batch],
-                step_index=update_batch.step[batch],
+                image_index=update_batch.image_index[batch],
+                step_index=update_batch.step_index[batch],
             )
 
             # On-policy, the old statistics equal the new ones, but are constants.

@@ -57,7 +57,7 @@ def check_floats(
 
     Once a hook has passed, later calls for it return without checking.
     """
-    if hook in method.checked:
+    if hook in method.passed_hooks:
         return
     is_valid = isinstance(value, Tensor) and value.is_floating_point() and value.shape == shape
     if is_valid and finite:
@@ -69,7 +69,7 @@ def check_floats(
             allowed=f"finite floating-point numbers of shape {shape_names}, here {tuple(shape)}",
             value=value,
         )
-    method.checked.add(hook)
+    method.passed_hooks.add(hook)
 
 
 @contextlib.contextmanager
@@ -132,7 +132,7 @@ def check_partition(
 
     Once a method has passed, later calls for it return without checking.
     """
-    if "partition" in method.checked:
+    if "partition" in method.passed_hooks:
         return
     is_increasing = (
         is_integer_tensor(trainable_steps, 1)
@@ -166,7 +166,7 @@ def check_partition(
                 f"`chunks` of {method.settings.method} must cover the {len(trainable_steps)} transitions that may be "
                 f"trained; got {value}"
             )
-    method.checked.add("partition")
+    method.passed_hooks.add("partition")
 
 
 def check_selected_chunks(
@@ -180,7 +180,7 @@ def check_selected_chunks(
     The number -1 stands for no chunk, and at least one number must not be -1. Once a method has passed, later calls for it
     return without checking.
     """
-    if "select_chunks" in method.checked:
+    if "select_chunks" in method.passed_hooks:
         return
     has_shape = is_integer_tensor(chosen, 2) and len(chosen) == image_count and chosen.shape[1] > 0
     if not (has_shape and -1 <= int(chosen.min()) and 0 <= int(chosen.max()) < chunk_count):
@@ -190,4 +190,4 @@ def check_selected_chunks(
             allowed=f"numbers of chunks from 0 to {chunk_count - 1}, or -1, of shape (B, k), here ({image_count}, k)",
             value=chosen,
         )
-    method.checked.add("select_chunks")
+    method.passed_hooks.add("select_chunks")

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['Method', 'make_options', 'group_shares_state', 'list_completions', 'ratio_metrics', 'mean_iteration_counts',
-           'check_settings_of_method', 'iterations_to_check', 'check_sampled_steps']
+           'check_settings_of_method', 'iterations_to_check', 'check_trainable_steps']
 
 # %% ../../nbs/07_training/05_method.ipynb #ae000005
 import difflib
@@ -20,11 +20,16 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from torch import Tensor
 
 from .. import InputError
-from ..core.settings import Settings, named_code
+from ..core.settings import Settings, list_code_paths
 from ..core.imports import import_callable
 from ..core.validation import format_value
 from ..theory import chunk_search, dynamics, surrogates
-from ..theory.chunks import Chunks, chunks_from_setting, parse_chunk_numbers, step_weights
+from chunk_grpo.theory.chunks import (
+    Chunks,
+    chunks_from_setting,
+    parse_chunk_numbers,
+    chunk_transition_weights,
+)
 from ..theory.credit import credit_advantages
 from ..theory.sampler import Sampler
 from ..theory.schedule import sigmas
@@ -32,7 +37,7 @@ from chunk_grpo.theory.sharing import (
     Sharing,
     merge_transitions,
     forward_passes_per_group,
-    shared_states,
+    label_shared_states,
 )
 from ..theory.windows import Window
 from ..planning.counts import IterationCounts, transitions_per_image
@@ -59,7 +64,7 @@ class Method:
     # True: a chunk sample's objective depends on the other chunk samples of its group
     needs_group = False
     # True: the objective has a gradient even if the advantage is 0, so groups with equal rewards must be trained too
-    trains_equal_rewards = False
+    trains_flat_groups = False
     # number of columns of `statistic`, which then returns (m, statistic_size); 0: it returns (m,)
     statistic_size = 0
     # number of these columns that are log-ratios; they come first
@@ -84,7 +89,7 @@ class Method:
         Raises InputError if one of them is invalid.
         """
         # names of the hooks whose first return value has been checked
-        self.checked: set[str] = set()
+        self.passed_hooks: set[str] = set()
         # True: the class has chunks of its own, which replace those of the setting `chunks`
         self.overrides_chunks = type(self).chunks is not Method.chunks
         self.settings = settings
@@ -103,7 +108,7 @@ class Method:
             self.chunker = import_callable(settings.chunks, "chunks")
         self.custom_surrogate: Callable | None = None
         self.surrogate: surrogates.Surrogate | None = None
-        if settings.surrogate in named_code(settings):
+        if settings.surrogate in list_code_paths(settings):
             self.custom_surrogate = import_callable(settings.surrogate, "surrogate")
         else:
             self.surrogate = surrogates.Surrogate.parse(settings.surrogate, settings.clip_range)
@@ -158,15 +163,17 @@ class Method:
             # On so few transitions dpm2 takes Euler steps only: its first and its last are Euler steps.
             solver = "euler"
         # E-GRPO takes its noise at sigma 1 from the whole grid, not from the merged one.
-        second = self.sigmas[1] if settings.merge.startswith("entropy") else None
-        return Sampler(sigmas=grid, kind=settings.sampler, eta=eta, solver=solver, second=second)
+        second_sigma = self.sigmas[1] if settings.merge.startswith("entropy") else None
+        return Sampler(
+            sigmas=grid, kind=settings.sampler, eta=eta, solver=solver, second_sigma=second_sigma
+        )
 
     def trainable_steps(
         self,
         sampler: Sampler,  # of an iteration
     ) -> Tensor:
         """Return the indices of the n transitions that may be trained, (n,) long and increasing; here those with noise."""
-        return sampler.stochastic
+        return sampler.stochastic_steps
 
     # What is an image's advantage?
 
@@ -292,7 +299,9 @@ class Method:
         # Chunk sizes stand for the weights n / (K cs) of these chunks.
         if weighting not in surrogates.STEP_WEIGHTS:
             try:
-                weights = step_weights(chunks_from_setting(weighting, len(trainable_steps)))
+                weights = chunk_transition_weights(
+                    chunks_from_setting(weighting, len(trainable_steps))
+                )
             except InputError as error:
                 names = ", ".join(surrogates.STEP_WEIGHTS)
                 problem = str(error).replace("`chunks`", "they")  # here, sizes in step_weights
@@ -341,8 +350,8 @@ class Method:
             velocity=velocity,
             reference_velocities=reference_velocities,
             sampler=sampler,
-            step=step_index,
-            image=image_index,
+            step_index=step_index,
+            image_index=image_index,
             member=image_index % self.settings.images_per_prompt,
         )
         transition_stats = self.transition_stats(batch)
@@ -356,8 +365,8 @@ class Method:
             penalty = sampler.kl(mean, reference_mean, std)
         else:
             penalty = (velocity - reference_velocity).square().flatten(1).mean(1)
-        if context.anchored is not None:
-            penalty = penalty * context.anchored[image_index].to(penalty)
+        if context.anchor_mask is not None:
+            penalty = penalty * context.anchor_mask[image_index].to(penalty)
         return transition_stats, penalty
 
     def states(
@@ -504,7 +513,7 @@ class Method:
     def check(self) -> None:
         """Raise InputError if the settings cannot be trained with this method."""
         check_settings_of_method(self)
-        check_sampled_steps(self)
+        check_trainable_steps(self)
 
 # %% ../../nbs/07_training/05_method.ipynb #c4e2a9b7
 def _validate_option(
@@ -577,7 +586,7 @@ def group_shares_state(
     """
     has_identical_noise = settings.shared_noise and not settings.noise_spread
     same_noise = settings.sharing == "group" or has_identical_noise
-    return same_noise and not bool((sampler.stochastic < start).any())
+    return same_noise and not bool((sampler.stochastic_steps < start).any())
 
 
 def list_completions(
@@ -662,7 +671,9 @@ def _count_iteration(
     shares_first = settings.shared_noise and not settings.noise_spread
     states = None
     if method.noise_owner is not None:
-        states = shared_states(method.noise_owner[: len(sampler) + 1], sampler.stochastic)
+        states = label_shared_states(
+            method.noise_owner[: len(sampler) + 1], sampler.stochastic_steps
+        )
 
     def count_forwards(group_size: int) -> int:
         """Count the forward passes that sample a group of this many images."""
@@ -715,7 +726,7 @@ def check_settings_of_method(method: "Method") -> None:
     """Raise InputError if the settings do not suit the method.
 
     Checks its required settings, the group size, `sharing`, `drop_flat_groups`, the reference decays, `credit` and
-    `anchor`; `check_sampled_steps` checks the transitions.
+    `anchor`; `check_trainable_steps` checks the transitions.
     """
     settings = method.settings
     for name, value in method.required_settings.items():
@@ -740,7 +751,7 @@ def check_settings_of_method(method: "Method") -> None:
     # par and pepg have no gradient at the advantage 0 only as long as the ratio is 1, in the first update.
     pulls_back = method.surrogate is not None and method.surrogate.kind in ("par", "pepg")
     is_pulled = pulls_back and settings.updates_per_iteration > 1
-    if settings.drop_flat_groups and (method.trains_equal_rewards or is_pulled):
+    if settings.drop_flat_groups and (method.trains_flat_groups or is_pulled):
         cause = f"`surrogate` {settings.surrogate}" if is_pulled else settings.method
         raise InputError(
             f"`drop_flat_groups` must be false with {cause}, which trains groups with equal rewards "
@@ -795,7 +806,7 @@ def _check_gains_of_seeds(
         )
 
 
-def check_sampled_steps(method: "Method") -> None:
+def check_trainable_steps(method: "Method") -> None:
     """Raise InputError unless every iteration has trainable steps, with noise if the method takes ratios of densities.
 
     The chunks and step weights must fit these steps too. With `shared_noise`, at least one transition must have noise, or
@@ -810,14 +821,14 @@ def check_sampled_steps(method: "Method") -> None:
             raise InputError(
                 f"`method` must leave transitions to train; {settings.method} has none {where}"
             )
-        has_noise = set(trainable_steps.tolist()) <= set(sampler.stochastic.tolist())
+        has_noise = set(trainable_steps.tolist()) <= set(sampler.stochastic_steps.tolist())
         if method.has_ratio and method.has_log_prob and not has_noise:
             raise InputError(
                 f"`method` must take ratios of transitions with noise; {settings.method} takes those of "
                 f"deterministic ones {where}"
             )
         same_start = settings.shared_noise and not settings.noise_spread
-        if same_start and not len(sampler.stochastic):
+        if same_start and not len(sampler.stochastic_steps):
             raise InputError(
                 f"`shared_noise` must be false with the ODE of {settings.method}, or all images of a "
                 "prompt are the same"

@@ -45,6 +45,14 @@ _HOOKS = (
     "check",
 )
 
+# New names of attributes of a method, keyed by the names that they had in earlier versions.
+_RENAMED_ATTRIBUTES = {
+    "losses": "level_stats",
+    "chunks_of_levels": "partition_levels",
+    "sample_is_chunk": "statistic_per_chunk",
+    "trains_equal_rewards": "trains_flat_groups",
+}
+
 
 def _hook_error(
     method: object,  # the method, or its class
@@ -107,7 +115,7 @@ def call_hook(
     return call_user_code(getattr(method, hook), *arguments, make_error=make_error, name=hook)
 
 
-def _signature_problem(
+def _find_signature_problem(
     function: Callable,  # a user's function
     reference: Callable,  # a function with the required signature
     skip: int = 0,  # number of leading parameters of `reference` to ignore, such as 1 for `self`
@@ -148,7 +156,7 @@ def _make_method(
         raise _hook_error(
             method_class, "__init__", f"cannot make it: it is abstract and has no {missing}"
         )
-    if problem := _signature_problem(method_class, Method):
+    if problem := _find_signature_problem(method_class, Method):
         raise _hook_error(method_class, "__init__", problem)
     method = call_user_code(
         method_class,
@@ -175,6 +183,10 @@ def _make_method(
 
 def _check_attributes(method: Method) -> None:
     """Raise InputError unless the class attributes have the right types and the hooks accept what training passes."""
+    # An attribute with an old name would have no effect.
+    for old_name, new_name in _RENAMED_ATTRIBUTES.items():
+        if hasattr(method, old_name) and hasattr(method, new_name):
+            raise _hook_error(method, old_name, f"must have its new name, {new_name}")
     for hook in _HOOKS:
         overriding = getattr(type(method), hook, None)
         base = getattr(Method, hook)
@@ -190,7 +202,7 @@ def _check_attributes(method: Method) -> None:
             raise _hook_error(
                 method, hook, "must return its result; it is a generator or asynchronous"
             )
-        if problem := _signature_problem(getattr(method, hook), base, skip=1):
+        if problem := _find_signature_problem(getattr(method, hook), base, skip=1):
             raise _hook_error(method, hook, problem)
     decays = method.reference_decays
     references = method.references
@@ -230,7 +242,7 @@ def _check_attributes(method: Method) -> None:
             raise _hook_error(
                 method, name, f"must be a whole number from 0; got {getattr(method, name)!r:.80}"
             )
-    for name in ("has_ratio", "has_log_prob", "needs_group", "trains_equal_rewards"):
+    for name in ("has_ratio", "has_log_prob", "needs_group", "trains_flat_groups"):
         if type(getattr(method, name)) is not bool:
             raise _hook_error(
                 method, name, f"must be True or False; got {getattr(method, name)!r:.80}"
@@ -284,7 +296,7 @@ def _check_chunks(
                 f"`chunks` must name a chunker that works; {method.settings.chunks} {problem}"
             )
 
-        if problem := _signature_problem(method.chunker, lambda profile: None):
+        if problem := _find_signature_problem(method.chunker, lambda profile: None):
             raise make_error("", problem)
         returned = call_user_code(method.chunker, profile, make_error=make_error, name="")
         sizes = getattr(returned, "sizes", returned)
@@ -389,7 +401,7 @@ def _check_surrogate(method: Method) -> None:
             f"`surrogate` must name a function that works; {method.settings.surrogate} {problem}"
         )
 
-    if problem := _signature_problem(
+    if problem := _find_signature_problem(
         method.custom_surrogate, lambda ratio, advantage, clip_range: None
     ):
         raise make_error("", problem)

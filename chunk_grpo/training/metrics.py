@@ -156,10 +156,10 @@ def _gather_measurements(
 ]:  # measurements (n,), keyed by name, and chunk numbers (n,) long
     """Gather the method's measurements of the chunk samples of all processes, and the number of each sample's chunk."""
     columns = {
-        name: torch.cat([stats.items[name] for stats in update.stats])
-        for name in update.stats[0].items
+        name: torch.cat([stats.chunk_metrics[name] for stats in update.stats])
+        for name in update.stats[0].chunk_metrics
     }
-    chunk_numbers = torch.cat([update_batch.chunk for update_batch in update.batches])
+    chunk_numbers = torch.cat([update_batch.chunk_number for update_batch in update.batches])
     device = state.accelerator.device
     # A measurement may be a bool, so exchange doubles, which hold the chunk numbers exactly.
     local_rows = [x.double().to(device) for x in (*columns.values(), chunk_numbers)]
@@ -218,7 +218,7 @@ def collect_metrics(
         gather(torch.tensor([x], device=device)).cpu() for x in (local_trained, local_kl)
     )
     # the prompts of all processes, in the order of the processes
-    texts = [state.prompts[p] for p in state.all_prompts(state.iteration - 1)]
+    texts = [state.prompts[p] for p in state.iteration_prompt_indices(state.iteration - 1)]
     above = (
         above_base_metrics(state=state, scores=rollout.scores, base=base, texts=texts)
         if base
@@ -239,13 +239,15 @@ def collect_metrics(
     return {
         "iteration": state.iteration,
         "reward_mean": mean,
-        "reward_std": gather_groups(rollout.combined).std(1).mean().item(),
+        "reward_std": gather_groups(rollout.combined_scores).std(1).mean().item(),
         "reward_se": se,
         **{f"reward_{name}": x.mean().item() for name, x in groups.items()},
         "advantage_std_zero_groups": int((largest_advantage.amax(1) == 0).sum()),
         **{
             f"image_{name}": gather_groups(x).double().mean().item()
-            for name, x in zip(IMAGE_STATISTICS, rollout.statistics.T.contiguous(), strict=True)
+            for name, x in zip(
+                IMAGE_STATISTICS, rollout.image_statistics.T.contiguous(), strict=True
+            )
         },
         **method_metrics,
         "grad_norm": sum(norms_of_steps) / len(norms_of_steps),

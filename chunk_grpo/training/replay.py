@@ -16,7 +16,7 @@ from torch import Tensor
 from ..core.machine import defer_sigterm
 from ..theory.sampler import Sampler
 from ..models.policy import Policy, compute_network_sigma
-from ..models.trainable import base_weights, swap_weights
+from ..models.trainable import use_base_weights, swap_weights
 from .rollout import Trajectories
 
 # %% ../../nbs/07_training/03_replay.ipynb #ae000011
@@ -30,7 +30,7 @@ class ReplayContext:
     # weights in the order of `policy.trained`, keyed by the reference's name
     reference_weights: Mapping[str, list[Tensor]] = field(default_factory=dict)
     # (B,) bool, True for each image to which the anchor's penalty applies; None: all images
-    anchored: Tensor | None = None
+    anchor_mask: Tensor | None = None
 
     def image_conditioning(
         self,
@@ -80,7 +80,7 @@ class ReplayContext:
         for name in dict.fromkeys(reference_names):
             with (
                 torch.no_grad(),
-                base_weights(policy) if name == "base" else self.use_weights(name),
+                use_base_weights(policy) if name == "base" else self.use_weights(name),
             ):
                 references[name] = policy.velocity(latents, network_sigma, prompt_embeds)
         return policy.velocity(latents, network_sigma, prompt_embeds), references
@@ -97,8 +97,8 @@ class TransitionBatch:
     # (m, S, C) each, without graph, keyed by the reference's name
     reference_velocities: Mapping[str, Tensor]
     sampler: Sampler  # of the rollout
-    step: Tensor  # (m,) long, index of each transition in its trajectory
-    image: Tensor  # (m,) long, position of each transition's image in the trajectories
+    step_index: Tensor  # (m,) long, index of each transition in its trajectory
+    image_index: Tensor  # (m,) long, position of each transition's image in the trajectories
     member: Tensor  # (m,) long, number of each transition's image in its group, 0 ... G - 1
 
     def __len__(self) -> int:
@@ -108,11 +108,11 @@ class TransitionBatch:
     @property
     def sigma(self) -> Tensor:  # (m, 1, 1)
         """Return the noise level sigma_i of each transition's latents x_i."""
-        return self.sampler.sigmas[self.step].to(self.latents).reshape(-1, 1, 1)
+        return self.sampler.sigmas[self.step_index].to(self.latents).reshape(-1, 1, 1)
 
     def mean_std(self) -> tuple[Tensor, Tensor]:  # mean (m, S, C), standard deviation (m, 1, 1)
         """Compute the mean and the standard deviation of the next latents under the policy, given the current ones."""
-        return self.sampler.mean_std(self.velocity, self.latents, self.step)
+        return self.sampler.mean_std(self.velocity, self.latents, self.step_index)
 
     def select(
         self,
@@ -126,8 +126,8 @@ class TransitionBatch:
             target=self.target[mask],
             velocity=self.velocity[mask],
             reference_velocities=references,
-            step=self.step[mask],
-            image=self.image[mask],
+            step_index=self.step_index[mask],
+            image_index=self.image_index[mask],
             member=self.member[mask],
         )
 

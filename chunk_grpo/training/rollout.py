@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['derive_seed', 'ImageKey', 'as_image_keys', 'make_generator', 'draw_size', 'equal_size_slices', 'RolloutOptions',
-           'Trajectories', 'initial_noise', 'step_noise', 'integrate', 'sample_sde', 'sde_batches',
-           'sample_trajectories', 'complete_states', 'sample_ode', 'sample_images']
+           'Trajectories', 'initial_noise', 'step_noise', 'integrate', 'sample_sde', 'sample_sde_batches',
+           'sample_trajectories', 'complete_trajectories', 'sample_ode', 'sample_images']
 
 # %% ../../nbs/07_training/01_rollout.ipynb #61d9cc44
 import hashlib
@@ -21,13 +21,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import InputError
-from ..arguments import checked, int_at_least
+from ..arguments import check_arguments, int_at_least
 from ..theory.dynamics import relative_distance
 from ..theory.sampler import Sampler, multistep_weights
 from ..theory.schedule import predict_endpoints
-from ..theory.sharing import shared_states
+from ..theory.sharing import label_shared_states
 from ..models.policy import Policy, decode_latents, compute_network_sigma
-from ..models.trainable import base_weights
+from ..models.trainable import use_base_weights
 
 # %% ../../nbs/07_training/01_rollout.ipynb #b7ad3b52
 def derive_seed(
@@ -270,13 +270,15 @@ def integrate(
     # (step, latents, network sigma) -> velocity (B, S, C); None: call `policy.velocity`
     velocity: Callable[[int, Tensor, Tensor], Tensor] | None = None,
     # (T,) weights from `multistep_weights`; None: those of the sampler
-    second_order: Tensor | None = None,
+    second_order_weights: Tensor | None = None,
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:  # next latents (B, S, C), their mean and std
     """Integrate from noise to image with the sampler's solver, and yield the latents after each of the T transitions.
 
     Both the rollout and its completions by the ODE use this loop.
     """
-    second_order = sampler.second_order if second_order is None else second_order
+    second_order_weights = (
+        sampler.second_order_weights if second_order_weights is None else second_order_weights
+    )
     endpoint = torch.zeros_like(latents, dtype=torch.float32)
     latents = latents.to(storage_dtype)
     for step in range(len(sampler)):
@@ -290,10 +292,10 @@ def integrate(
         mean, std = sampler.mean_std(v, current, step)
 
         # A second-order step adds the change of the predicted image since the last step.
-        if second_order.any():
+        if second_order_weights.any():
             previous_endpoint = endpoint
             endpoint = predict_endpoints(current, v.float(), sampler.sigmas[step])[0]
-            mean = mean + second_order[step].to(mean) * (endpoint - previous_endpoint)
+            mean = mean + second_order_weights[step].to(mean) * (endpoint - previous_endpoint)
 
         following = mean
         if noise is not None:
@@ -365,10 +367,10 @@ def sample_sde(
     keys = as_image_keys(keys)
     sampler = options.sampler
     noise = step_noise(keys, (len(sampler), *latents.shape[1:]), options.noise_owner)
-    stochastic_steps = set(sampler.stochastic.tolist())
+    stochastic_steps = set(sampler.stochastic_steps.tolist())
     states = None
     if options.noise_owner is not None:
-        states = shared_states(options.noise_owner, sampler.stochastic).tolist()
+        states = label_shared_states(options.noise_owner, sampler.stochastic_steps).tolist()
 
     def velocity(step: int, current: Tensor, network_sigma: Tensor) -> Tensor:
         """Return the velocities (B, S, C) at a step, and reuse those already computed for other images or batches."""
@@ -473,7 +475,7 @@ def _sde_batches_of_one_size(
         }
 
 
-def sde_batches(
+def sample_sde_batches(
     policy: Policy,
     conditioning: dict[str, Tensor],  # output of `policy.encode`, one row per prompt
     prompt_index: Tensor,  # (B,) index of each image's prompt in the conditioning
@@ -527,7 +529,7 @@ def sample_trajectories(
     sizes: Sequence[int | tuple[int, int]] | None = None,
 ) -> Trajectories:
     """Sample images with the SDE (7) in batches, and return all their trajectories (11)."""
-    batches = sde_batches(
+    batches = sample_sde_batches(
         policy=policy,
         conditioning=conditioning,
         prompt_index=prompt_index,
@@ -562,7 +564,7 @@ def sample_trajectories(
 
 # %% ../../nbs/07_training/01_rollout.ipynb #d555de9a
 @torch.no_grad()
-def complete_states(
+def complete_trajectories(
     policy: Policy,
     conditioning: dict[str, Tensor],  # encoded prompts, one row per image
     latents: Tensor,  # (B, S, C), the states of trajectories at the noise level with index levels[0]
@@ -577,13 +579,13 @@ def complete_states(
     ode = Sampler(sampler.sigmas[levels], "ode")
 
     # If the ODE visits all levels of the rollout, it has the rollout's solver weights; otherwise compute them.
-    second_order = ode.second_order
+    second_order_weights = ode.second_order_weights
     if sampler.solver != "euler":
         visits_every_level = len(levels) == len(sampler) - start + 1
         if visits_every_level:
-            second_order = sampler.second_order[start:]
+            second_order_weights = sampler.second_order_weights[start:]
         else:
-            second_order = multistep_weights(ode.sigmas)
+            second_order_weights = multistep_weights(ode.sigmas)
 
     final = []
     for low in range(0, len(latents), batch_size):
@@ -595,7 +597,7 @@ def complete_states(
             latents=states,
             sampler=ode,
             storage_dtype=options.storage_dtype,
-            second_order=second_order,
+            second_order_weights=second_order_weights,
         ):
             states = following
         final.append(states)
@@ -645,7 +647,7 @@ def sample_ode(
             sampler=sampler,
             steps=range(split),
         )
-        with base_weights(policy):
+        with use_base_weights(policy):
             remaining = range(split, len(sampler))
             latents = _euler_steps(
                 policy=policy,
@@ -677,7 +679,7 @@ def _sample_images_error(
     return None
 
 
-@checked(
+@check_arguments(
     _sample_images_error,
     image_indices=Sequence[tuple[int_at_least(0), int_at_least(0)]],
     seed=int_at_least(0),
@@ -727,8 +729,8 @@ def sample_images(
     elif split:
         raise InputError(f"`split` must be None or 0, the base alone, with a sampler; got {split}")
     else:
-        with base_weights(policy) if split == 0 else nullcontext():
-            paths = sde_batches(
+        with use_base_weights(policy) if split == 0 else nullcontext():
+            paths = sample_sde_batches(
                 policy=policy,
                 conditioning=prompt_embeds,
                 prompt_index=torch.arange(len(keys)),

@@ -27,7 +27,7 @@ from ..core.files import RunInfo, read_json
 from chunk_grpo.core.machine import (
     check_environment_variables,
     choose_device,
-    without_foreign_settings,
+    unset_foreign_variables,
 )
 from ..core.user_code import check_same_code, find_code
 from ..theory.sampler import Sampler
@@ -43,7 +43,7 @@ from ..models.policy import TORCH_DTYPES, Policy
 from ..models.activations import fit_update_batch
 from ..models.cost import read_model_config
 from ..reward_serving import placement
-from ..rewards.rewards import check_prompts, extra_inputs, scoring_thread
+from ..rewards.rewards import check_prompts, extra_inputs, make_scoring_executor
 from .method import Method
 from .method_loading import load_method
 from .rollout import ImageKey, RolloutOptions, draw_size
@@ -71,7 +71,7 @@ class TrainingState:
     # image size in the record of each entry of `prompts`; None: the record has none
     prompt_sizes: Sequence[int | tuple[int, int] | None] = ()
     # scores images while the policy samples the next batch
-    executor: ThreadPoolExecutor = field(default_factory=scoring_thread)
+    executor: ThreadPoolExecutor = field(default_factory=make_scoring_executor)
     transitions_per_forward: int = 0  # largest number of transitions in a forward pass of an update
     policy: Policy = SET_LATER  # an iteration changes this field and those below
     optimizer: torch.optim.Optimizer = SET_LATER
@@ -100,7 +100,7 @@ class TrainingState:
         """Return the run's id and settings, by which a checkpoint is recognised as one of this run."""
         return {"run_id": self.run_id, "settings": self.settings.model_dump(mode="json")}
 
-    def all_prompts(
+    def iteration_prompt_indices(
         self,
         iteration: int,  # 0, 1, ...
     ) -> list[int]:  # positions in the list of prompts
@@ -124,12 +124,12 @@ class TrainingState:
             ordered += sorted(local_ids, key=lambda p: sizes.index(self.size_of(iteration, p)))
         return ordered
 
-    def local_prompts(
+    def local_prompt_indices(
         self,
         iteration: int,  # 0, 1, ...
     ) -> list[int]:  # positions in the list of prompts
         """Return the prompts that this process samples in an iteration."""
-        ids = self.all_prompts(iteration)
+        ids = self.iteration_prompt_indices(iteration)
         share = len(ids) // self.accelerator.num_processes
         return ids[self.accelerator.process_index * share :][:share]
 
@@ -187,7 +187,9 @@ class TrainingState:
     def sampled_prompts(self) -> list[str]:
         """Return the distinct prompts on which this process trains in the whole run."""
         sampled = [
-            self.prompts[p] for i in range(self.settings.iterations) for p in self.local_prompts(i)
+            self.prompts[p]
+            for i in range(self.settings.iterations)
+            for p in self.local_prompt_indices(i)
         ]
         return list(dict.fromkeys(sampled))
 
@@ -219,7 +221,7 @@ def make_accelerator(
     is_stale = first_device is not None and first_device.type != device_type
     if is_stale and not torch.distributed.is_initialized():
         AcceleratorState._reset_state(reset_partial_state=True)
-    with without_foreign_settings():
+    with unset_foreign_variables():
         accelerator = Accelerator(
             cpu=device_type == "cpu",
             mixed_precision="no",
@@ -310,7 +312,7 @@ def prepare_state(
     sample_prompt_indices(
         total=len(prompts), count=settings.prompts_per_iteration, seed=settings.seed, iteration=0
     )
-    setting.check_processes(settings, accelerator.num_processes)
+    setting.check_process_count(settings, accelerator.num_processes)
     trained_on = setting.reward_weights(settings)
     names = dict.fromkeys([*trained_on, *settings.eval_rewards])
     prompt_sizes = read_prompt_sizes(settings)

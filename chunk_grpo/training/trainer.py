@@ -18,7 +18,7 @@ from .callbacks import Alarms, Callback, Logger, StopTraining
 from .credit_assignment import ScoringFailed
 from chunk_grpo.training.groups import (
     check_rollout_is_finite,
-    count_seconds,
+    time_phase,
     measure_profile,
     sample_groups,
     score_base,
@@ -26,7 +26,7 @@ from chunk_grpo.training.groups import (
 from .metrics import collect_metrics, evaluate_held_out
 from chunk_grpo.training.resuming import (
     check_weights_are_finite,
-    interruptible,
+    allow_interruption,
     last_checkpoint_folder,
     resume,
     save_checkpoint,
@@ -50,18 +50,18 @@ def train_iteration(state: TrainingState) -> dict:  # the iteration's metrics
 
     state.method.iteration = state.iteration
     # No weight changes while groups are sampled and scored, so a signal may end the run here.
-    with interruptible(state):
+    with allow_interruption(state):
         rollout = sample_groups(state)
     check_rollout_is_finite(rollout, state.iteration)
 
     # The base's scores on the same prompts distinguish progress from easier prompts.
     base = None
     if settings.baseline_images:
-        with count_seconds(rollout.seconds, "baseline"), interruptible(state):
+        with time_phase(rollout.seconds, "baseline"), allow_interruption(state):
             base = score_base(state, rollout)
 
     # The update may take its chunks from the profile, so the profile comes first.
-    with count_seconds(rollout.seconds, "update"):
+    with time_phase(rollout.seconds, "update"):
         is_profile_due = state.iteration == 0
         if settings.profile_every:
             is_profile_due = state.iteration % settings.profile_every == 0
@@ -78,7 +78,7 @@ def train_iteration(state: TrainingState) -> dict:  # the iteration's metrics
         settings.eval_every and state.iteration % settings.eval_every == 0
     ):
         try:
-            with count_seconds(rollout.seconds, "evaluate"):
+            with time_phase(rollout.seconds, "evaluate"):
                 line |= evaluate_held_out(state)
         except ScoringFailed as scoring_failure:
             failure = scoring_failure

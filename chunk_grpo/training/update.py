@@ -60,9 +60,9 @@ def measure_ratio_errors(
         context=context, update_batch=update_batch, method=method, graph=True
     )[0]
     # `log_probs` has a column for each stochastic transition only, so find the column of each trained one.
-    stochastic = context.trajectories.sampler.stochastic
+    stochastic_steps = context.trajectories.sampler.stochastic_steps
     in_rollout = context.trajectories.log_probs[
-        update_batch.image, torch.searchsorted(stochastic, update_batch.step)
+        update_batch.image_index, torch.searchsorted(stochastic_steps, update_batch.step_index)
     ]
     in_rollout = in_rollout.to(with_graph.device)
     return [max_ratio_error(with_graph, old, update_batch) for old in (without_graph, in_rollout)]
@@ -214,7 +214,7 @@ def scheduled_learning_rate(
     with W iterations of warm-up the rate is 1/(W + 1), ..., W/(W + 1) of `learning_rate`, and then decays from
     `learning_rate`.
     """
-    name, cycles = setting.lr_schedule(settings)
+    name, cycles = setting.parse_lr_scheduler(settings)
     if name == "constant" and settings.lr_warmup_iterations:
         name = "constant_with_warmup"
     # The schedule needs an optimizer, so it gets a dummy. The shift by 1 skips the step whose rate is 0.

@@ -33,11 +33,11 @@ def split_updates(
 class UpdateBatch:
     """List the M transitions that one update trains, and the N chunk samples that they belong to."""
 
-    image: Tensor  # (M,) position of each transition's image in the trajectories
-    step: Tensor  # (M,) index of each transition in its trajectory, 0 ... T-1
+    image_index: Tensor  # (M,) position of each transition's image in the trajectories
+    step_index: Tensor  # (M,) index of each transition in its trajectory, 0 ... T-1
     chunk_sample_ids: Tensor  # (M,) number of each transition's chunk sample, 0 ... N-1
-    chunk: Tensor  # (N,) chunk number of each chunk sample
-    chunk_image: Tensor  # (N,) position of each chunk sample's image in the trajectories
+    chunk_number: Tensor  # (N,) chunk number of each chunk sample
+    chunk_image_index: Tensor  # (N,) position of each chunk sample's image in the trajectories
     batches: list[Tensor]  # transitions of each forward pass, as numbers from 0 to M-1
     chunk_samples_fit: bool  # True: no chunk sample is split between batches
     weight: Tensor | None = None  # (N,) weight of each chunk sample in the objective; None: all 1
@@ -97,11 +97,11 @@ def build_update_batch(
             weights[step_index], "mean", lengths=chunk_sample_ids.bincount()
         )
     return UpdateBatch(
-        image=images[row],
-        step=step_index,
+        image_index=images[row],
+        step_index=step_index,
         chunk_sample_ids=chunk_sample_ids,
-        chunk=chosen_chunks[chosen_chunks >= 0],
-        chunk_image=images[(chosen_chunks >= 0).nonzero()[:, 0]],
+        chunk_number=chosen_chunks[chosen_chunks >= 0],
+        chunk_image_index=images[(chosen_chunks >= 0).nonzero()[:, 0]],
         batches=_split_into_batches(chunk_sample_ids, images[row], limit=limit, sizes=sizes),
         chunk_samples_fit=fits_in_batch(chunk_sample_ids, limit),
         weight=sample_weight,

@@ -18,7 +18,7 @@ from chunk_grpo import pocket
 from chunk_grpo.core import machine
 from chunk_grpo.core.files import read_json, write_json
 from chunk_grpo.models import trainable
-from chunk_grpo.models.inputs import MODEL_FOLDERS, hash_model_files, locate_model
+from chunk_grpo.models.inputs import MODEL_FOLDERS, fetch_model, hash_model_files
 from chunk_grpo.rewards import rewards
 from chunk_grpo.theory.sampler import Sampler
 from chunk_grpo.theory.schedule import sigmas
@@ -94,7 +94,7 @@ def main() -> None:
     about = {
         "sampler": "flow, eta 0.7, 17 transitions",
         "seed": SEED,
-        "weights": {model: hash_model_files(locate_model(model), MODEL_FOLDERS) for model in BASES},
+        "weights": {model: hash_model_files(fetch_model(model), MODEL_FOLDERS) for model in BASES},
         "versions": machine.library_versions(),
     }
     kept = read_json(asked.out) if asked.out.is_file() else {}

@@ -55,7 +55,7 @@ from chunk_grpo.pocket.edits import (
     PocketEdit,
     PocketEditConsistency,
     apply_edit,
-    edit_record,
+    build_edit_record,
     possible_edits,
     read_edit_list,
     read_edit_record,
@@ -87,7 +87,7 @@ def write_edit_lists(
         for number, (scene, edits) in enumerate(edited):
             image = f"images/{split}-{number:02d}.png"
             render_scene(scene).save(folder / image, optimize=True)
-            lines += [json.dumps(edit_record(scene, edit, image)) + "\n" for edit in edits]
+            lines += [json.dumps(build_edit_record(scene, edit, image)) + "\n" for edit in edits]
         (folder / f"{split}.jsonl").write_text("".join(lines))
 
 
