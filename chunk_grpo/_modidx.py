@@ -1944,6 +1944,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                           'chunk_grpo/reward_serving/client.py'),
                                                   'chunk_grpo.reward_serving.client.TransientError': ( '05_reward_serving/client.html#transienterror',
                                                                                                        'chunk_grpo/reward_serving/client.py'),
+                                                  'chunk_grpo.reward_serving.client.TransientError.__init__': ( '05_reward_serving/client.html#transienterror.__init__',
+                                                                                                                'chunk_grpo/reward_serving/client.py'),
                                                   'chunk_grpo.reward_serving.client._count_pixel_bytes': ( '05_reward_serving/client.html#_count_pixel_bytes',
                                                                                                            'chunk_grpo/reward_serving/client.py'),
                                                   'chunk_grpo.reward_serving.client._parse_response': ( '05_reward_serving/client.html#_parse_response',

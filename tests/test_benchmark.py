@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from chunk_grpo import InputError
 from chunk_grpo.cli.evaluation import evaluation_app
 from chunk_grpo.core.files import read_json, read_json_lines
-from chunk_grpo.evaluation import benchmarks, evaluate, judged, paper_tables
+from chunk_grpo.evaluation import benchmarks, evaluate, judged, paper_tables, parts
 from chunk_grpo.evaluation.judge import Judge
 from chunk_grpo.reward_serving import placement
 
@@ -94,6 +94,19 @@ def test_a_killed_drawing_goes_on_and_processes_share_it(trained):
     assert read_json(folder / "summary.json")["rewards"] == summary["rewards"]
     said = run(*words, "eval_seed=3", code=2)
     assert "seed 1000, not 3" in said and images(folder) == whole
+
+
+def test_a_second_process_on_the_same_benchmark_is_refused(trained):
+    """Another benchmark of the run may be sampled meanwhile."""
+    run_folder = trained / "run"
+    six = trained / "six.txt"
+    (trained / "two.txt").write_text("a red circle\na blue square\n")
+    with parts.evaluation_lock(run_folder, "six"):
+        with pytest.raises(InputError, match="is being evaluated on six by another process"):
+            benchmarks.run_benchmark(run_folder, str(six), trust=True)
+        out = benchmarks.run_benchmark(run_folder, str(trained / "two.txt"), samples=1, trust=True)
+    assert len(images(out)) == 3 * 2
+    assert not (run_folder / "evaluation.begun").exists()
 
 
 def test_the_papers_tables_take_the_run_in(trained):

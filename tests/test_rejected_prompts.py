@@ -7,6 +7,7 @@ import time
 import pytest
 import uvicorn
 from commands import call, run
+from fastapi.testclient import TestClient
 
 from chunk_grpo import InputError
 from chunk_grpo.core.settings import load_settings
@@ -195,3 +196,21 @@ def test_a_rejected_run_closes_the_rewards_that_it_loaded(tmp_path, monkeypatch,
     with pytest.raises(InputError):
         state.prepare_state(run_settings, tmp_path)
     assert len(closed) == {"prompt": 2, "reward": 1}[fault]
+
+
+def test_a_check_with_fewer_records_than_prompts_is_a_bad_request():
+    """The reward's own check would otherwise fail inside the server."""
+
+    class Strict:
+        def __call__(self, images, prompts, records):
+            return [0.0] * len(prompts)
+
+        def check_record(self, record, prompt):
+            """Accept everything."""
+
+    with TestClient(server.create_scoring_app("strict", Strict())) as requests:
+        answer = requests.post("/check", json={"prompts": ["a", "b"], "records": [{}]})
+        assert answer.status_code == 400
+        assert answer.json()["detail"] == "body must have one record per prompt; it has 1 for 2"
+        answer = requests.post("/check", json={"prompts": ["a"], "records": [{}]})
+        assert answer.json() == {"rejected": None}

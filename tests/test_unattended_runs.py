@@ -1,6 +1,8 @@
 """Runs that nobody watches: what a failed reward costs, what a scheduler is told, and what others get of a run."""
 
 import json
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 import torch
@@ -15,7 +17,13 @@ from chunk_grpo.core.files import read_json, write_json
 from chunk_grpo.core.machine import TrainingFailed
 from chunk_grpo.evaluation.judge import parse_rating
 from chunk_grpo.models import trainable
-from chunk_grpo.reward_serving.client import RewardUnavailable, TransientError, _parse_response
+from chunk_grpo.reward_serving.client import (
+    RewardUnavailable,
+    TransientError,
+    _parse_response,
+    call_with_retries,
+    send_request,
+)
 from chunk_grpo.runs import launch, run_folder
 from chunk_grpo.training import credit_assignment
 
@@ -154,6 +162,34 @@ def test_several_machines_use_all_their_gpus(tmp_path, monkeypatch):
 def test_a_server_that_is_busy_is_asked_again(status):
     with pytest.raises(TransientError, match=f"status {status}"):
         _parse_response("http://a", status, b"{}")
+
+
+def test_a_server_that_asks_for_a_pause_gets_it(monkeypatch):
+    """The header Retry-After counts up to a minute; a date in it is ignored."""
+    headers = iter(["20", "500", "Fri, 1 Jan 2027 07:28:00 GMT", ""])
+
+    class Busy(BaseHTTPRequestHandler):
+        def do_GET(self):
+            header = next(headers)
+            self.send_response(429 if header else 200)
+            self.send_header("Retry-After", header)
+            self.end_headers()
+            self.wfile.write(b"{}")
+
+        def log_message(self, *words):
+            """Print nothing."""
+
+    pauses = []
+    monkeypatch.setattr("tenacity.nap.time.sleep", pauses.append)
+    with HTTPServer(("127.0.0.1", 0), Busy) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        answer = call_with_retries(
+            lambda: send_request(url, "/health", 10.0), "the server", retries=5, pause=0.01
+        )
+        server.shutdown()
+    assert answer == {}
+    assert pauses[:2] == [20, 60] and pauses[2] < 1
 
 
 @pytest.mark.parametrize(

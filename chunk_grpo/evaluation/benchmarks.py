@@ -42,7 +42,7 @@ from chunk_grpo.evaluation.evaluate import (
     summarise_evaluation,
 )
 from .paper_tables import paper_benchmark_rows
-from .parts import score_prompt_images
+from .parts import evaluation_lock, score_prompt_images
 from chunk_grpo.evaluation.run_images import (
     find_final_weights,
     hash_trained_weights,
@@ -756,8 +756,8 @@ def run_benchmark(
     """Sample and score a benchmark with a run's base, trained and hybrid weights, and return its folder.
 
     Existing images are kept, and so are scores and answers of a judge that still apply. Raises InputError, before anything
-    is sampled, if prompts, weights, settings or scorers are wrong or missing, or if an option has no effect on the
-    benchmark.
+    is sampled, if prompts, weights, settings or scorers are wrong or missing, if an option has no effect on the
+    benchmark, or if another process evaluates the run on it.
     """
     task = load_benchmark_task(name, source, samples)
     task.check_options(reward_names, tools or {})
@@ -775,60 +775,61 @@ def run_benchmark(
     check_run_inputs(folder, settings, ("model",))
     check_guidance(settings)
 
-    # Load everything that scores before hours of sampling.
-    use_working_folder = bool(reward_names) or run_origin(folder) != "foreign"
-    if not reward_names:
-        reward_names = list(
-            dict.fromkeys([*setting.reward_weights(settings), *settings.eval_rewards])
-        )
-    scorers = None
-    if task.uses_rewards:
-        scorers = {}
-        for reward_name in reward_names:
-            options = settings.reward_options.get(reward_name, {})
-            scorers[reward_name] = placement.load_placed_reward(
-                reward_name, use_working_folder, **options
+    with evaluation_lock(Path(folder), folder_name):
+        # Load everything that scores before hours of sampling.
+        use_working_folder = bool(reward_names) or run_origin(folder) != "foreign"
+        if not reward_names:
+            reward_names = list(
+                dict.fromkeys([*setting.reward_weights(settings), *settings.eval_rewards])
             )
-    inputs = ScoringInputs(scorers=scorers, tools=tools or {}, source=source, log=log)
-    task.check_inputs(inputs)
-    rewards.check_prompts(scorers or {}, task.prompts, "`benchmark`", task.records or None)
-    task.load_models(inputs)
+        scorers = None
+        if task.uses_rewards:
+            scorers = {}
+            for reward_name in reward_names:
+                options = settings.reward_options.get(reward_name, {})
+                scorers[reward_name] = placement.load_placed_reward(
+                    reward_name, use_working_folder, **options
+                )
+        inputs = ScoringInputs(scorers=scorers, tools=tools or {}, source=source, log=log)
+        task.check_inputs(inputs)
+        rewards.check_prompts(scorers or {}, task.prompts, "`benchmark`", task.records or None)
+        task.load_models(inputs)
 
-    settings, arms = prepare_benchmark(folder, task, out, changes, checkpoint)
-    if any(task.missing_images(out / arm) for arm in arms):
-        if processes > 1:
-            arguments = {
-                "run": str(folder),
-                "task": [name, source and str(source), samples],
-                "out": str(out),
-                "changes": changes,
-                "trust": trust,
-                "checkpoint": checkpoint,
-            }
-            run_in_processes(
-                task_name="benchmark",
-                function="chunk_grpo.evaluation.benchmarks:sample_benchmark",
-                arguments=arguments,
-                process_count=processes,
-            )
-        else:
-            sample_benchmark(
-                run=folder,
-                task=(name, source, samples),
-                out=out,
-                changes=changes,
-                log=log,
-                trust=trust,
-                checkpoint=checkpoint,
-            )
-    score_benchmark(
-        task=task,
-        arms={arm: out / arm for arm in arms},
-        out=out,
-        source=source,
-        scorers=scorers,
-        tools=tools,
-        log=log,
-        reward_options=settings.reward_options,
-    )
+        settings, arms = prepare_benchmark(folder, task, out, changes, checkpoint)
+        if any(task.missing_images(out / arm) for arm in arms):
+            if processes > 1:
+                arguments = {
+                    "run": str(folder),
+                    "task": [name, source and str(source), samples],
+                    "out": str(out),
+                    "changes": changes,
+                    "trust": trust,
+                    "checkpoint": checkpoint,
+                }
+                run_in_processes(
+                    task_name="benchmark",
+                    function="chunk_grpo.evaluation.benchmarks:sample_benchmark",
+                    arguments=arguments,
+                    process_count=processes,
+                )
+            else:
+                sample_benchmark(
+                    run=folder,
+                    task=(name, source, samples),
+                    out=out,
+                    changes=changes,
+                    log=log,
+                    trust=trust,
+                    checkpoint=checkpoint,
+                )
+        score_benchmark(
+            task=task,
+            arms={arm: out / arm for arm in arms},
+            out=out,
+            source=source,
+            scorers=scorers,
+            tools=tools,
+            log=log,
+            reward_options=settings.reward_options,
+        )
     return out

@@ -274,13 +274,18 @@ def _open_lock(
 @contextlib.contextmanager
 def evaluation_lock(
     run: Path,  # the run folder
+    benchmark: str = "",  # name of the benchmark's folder; empty: the run's own held-out prompts
 ) -> Iterator[None]:
-    """Hold the run's evaluation lock within this context; raise InputError if another process holds it."""
-    lock = file_of_run(run, "evaluation.begun/lock")
+    """Hold the lock of one of the run's evaluations within this context; raise InputError if another process holds it.
+
+    Different benchmarks may be evaluated at the same time.
+    """
+    lock = file_of_run(run, f"evaluation.begun/{benchmark and benchmark + '.'}lock")
     with _open_lock(lock) as handle:
         if handle is None:
+            on_benchmark = f" on {benchmark}" if benchmark else ""
             raise InputError(
-                f"the run {run} is being evaluated by another process; wait until it has ended"
+                f"the run {run} is being evaluated{on_benchmark} by another process; wait until it has ended"
             )
         try:
             yield

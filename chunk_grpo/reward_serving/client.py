@@ -62,6 +62,15 @@ class RewardUnavailable(InputError):
 class TransientError(Exception):
     """Raised if a server does not answer or fails internally, so that a retry may help."""
 
+    def __init__(
+        self,
+        message: str,
+        retry_after: float = 0.0,  # time that the server asks for before the next try, s; 0: it asks for none
+    ) -> None:
+        """Store the message and the pause that the server asks for."""
+        super().__init__(message)
+        self.retry_after = retry_after
+
 
 def call_with_retries(
     send: Callable[[], Any],  # sends the request and returns the answer; may raise TransientError
@@ -75,8 +84,13 @@ def call_with_retries(
     """
 
     def pause_before_retry(state: RetryCallState) -> float:  # s
-        """Return the pause before the next try: doubled per try up to 60 s, then times a random factor from 0.5 to 1.5."""
-        return min(60.0, pause * 2 ** (state.attempt_number - 1)) * _JITTER.uniform(0.5, 1.5)
+        """Return the pause before the next try: doubled per try up to 60 s, then times a random factor from 0.5 to 1.5.
+
+        If the server asks for a longer pause, it gets that, up to 60 s.
+        """
+        backoff = min(60.0, pause * 2 ** (state.attempt_number - 1)) * _JITTER.uniform(0.5, 1.5)
+        failure = state.outcome.exception()
+        return max(backoff, min(60.0, failure.retry_after))
 
     retrying = Retrying(
         retry=retry_if_exception_type(TransientError),
@@ -138,13 +152,21 @@ def send_request(
         raise TransientError(f"no answer within {timeout:g} s") from None
     except (httpx.HTTPError, OSError) as error:
         raise TransientError(", ".join(filter(None, [type(error).__name__, str(error)]))) from None
-    return _parse_response(url, reply.status_code, bytes(answer))
+    # The header may also be a date, which is ignored.
+    seconds = reply.headers.get("Retry-After", "")
+    return _parse_response(
+        url,
+        reply.status_code,
+        bytes(answer),
+        retry_after=int(seconds) if seconds.isdecimal() and len(seconds) < 9 else 0,
+    )
 
 
 def _parse_response(
     url: str,  # the server's address, for error messages
     status: int,  # HTTP status
     answer: bytes,  # untrusted; JSON
+    retry_after: int = 0,  # of the header of that name, s; 0: there is none
 ) -> dict:
     """Decode a server's JSON answer.
 
@@ -162,7 +184,7 @@ def _parse_response(
             detail = answer[:2000].decode(errors="replace")
         message = "".join(c if c.isprintable() else " " for c in str(detail)[:400]).strip()
         if status >= 500 or status in (408, 429):  # the server is overloaded, or limits the rate
-            raise TransientError(f"status {status}, {message}")
+            raise TransientError(f"status {status}, {message}", retry_after)
         raise InputError(f"reward: the server {url} rejected the request ({status}): {message}")
     if not isinstance(content, dict):
         raise InputError(

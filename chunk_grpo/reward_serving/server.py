@@ -485,6 +485,11 @@ def create_scoring_app(
             ) from None
         if isinstance(content, list):
             return {"rejected": find_rejected_prompt(reward, content)}
+        if len(content.records) != len(content.prompts):
+            raise HTTPException(
+                400,
+                f"body must have one record per prompt; it has {len(content.records)} for {len(content.prompts)}",
+            )
         return {"rejected": find_rejected_prompt(reward, content.prompts, content.records)}
 
     @app.get("/health")
