@@ -109,10 +109,11 @@ def training_sizes(
 
 def format_resolution(
     resolution: int | Sequence,  # value of the setting `resolution`
-) -> (
-    str
-):  # "720 px", "768 x 1024 px (height x width)" or "512 x 512, 768 x 1024 px (height x width)"
-    """Format one image size, or the distinct sizes of a list, as text with the unit."""
+) -> str:
+    """Format one image size, or the distinct sizes of a list, as text with the unit.
+
+    For example "720 px", "768 x 1024 px (height x width)" or "512 x 512, 768 x 1024 px (height x width)".
+    """
     if not isinstance(resolution, int) and not isinstance(resolution[0], int):
         sizes = dict.fromkeys(f"{height} x {width}" for height, width in resolution)
         return f"{', '.join(sizes)} px (height x width)"

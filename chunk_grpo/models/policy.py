@@ -270,9 +270,8 @@ def padded_batch_size(count: int) -> int:  # count: rows of a batch, from 1
 class ModelConfig:
     """Configurations of a model's networks, as JSON texts; a missing key has the default of the network's class."""
 
-    pipeline: (
-        str  # name for `import_family`: a pipeline class of diffusers, or a family of your own
-    )
+    # name for `import_family`: a pipeline class of diffusers, or a family of your own
+    pipeline: str
     transformer: str = "{}"  # the transformer's configuration
     autoencoder: str = "{}"  # the VAE's configuration
     extra_tokens: int = 0  # tokens of the text beyond `max_tokens`, such as CLIP's 77 in SD3
@@ -638,8 +637,8 @@ def _load_policy_of_pipeline(
     pipe: "diffusers.DiffusionPipeline",  # whose networks are used as they are
     resolution: int | tuple[int, int],  # side length or (height, width), pixels
     dtype: str,  # of the forward passes; must be that of the pipeline
-    weights_dtype: str
-    | None,  # dtype of the transformer's weights in memory; None: that of the pipeline
+    # dtype of the transformer's weights in memory; None: that of the pipeline
+    weights_dtype: str | None,
     family: str,  # a class of your own, as file.py:Class; empty: the class of the pipeline decides
     **options: Any,  # further arguments of `Policy`, such as max_tokens
 ) -> Policy:
@@ -699,8 +698,8 @@ def load_policy(
     *,
     resolution: int | tuple[int, int],  # side length or (height, width), pixels
     dtype: str = "float32",  # of the forward passes: float32, bfloat16 or float16
-    weights_dtype: str
-    | None = None,  # dtype of the transformer's weights in memory; None: as `dtype`
+    # dtype of the transformer's weights in memory; None: as `dtype`
+    weights_dtype: str | None = None,
     family: str = "",  # a class of your own, as file.py:Class; empty: the model's pipeline decides
     # arguments of `Policy`: max_tokens, guidance, true_cfg_scale, device, keep_on_cpu, vae_tiling, quantization
     **options,

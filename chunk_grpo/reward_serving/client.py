@@ -36,12 +36,11 @@ _JITTER = random.Random()  # a separate generator, so that retries change no ran
 def encode_images(
     images: Images,  # (B, 3, H, W) uint8 or floats in [0, 1], or PIL images
     pixels: str = "exact",  # "exact": send tensors as float32; "bytes": round them to uint8
-) -> (
-    np.ndarray | list[np.ndarray]
-):  # (B, 3, H, W) float32 or uint8, or one (H, W, 3) uint8 per PIL image
+) -> np.ndarray | list[np.ndarray]:
     """Convert images to the arrays that `pack_request` takes.
 
-    Raises InputError if a tensor has another shape or type, or floats outside [0, 1].
+    Returns (B, 3, H, W) float32 or uint8 for a tensor, and one (H, W, 3) uint8 per PIL image. Raises
+    InputError if a tensor has another shape or type, or floats outside [0, 1].
     """
     if not isinstance(images, Tensor):
         return [np.asarray(image.convert("RGB")) for image in images]

@@ -78,9 +78,8 @@ class _Completions:
     """Hold the images that the ODE makes from the states of trajectories of one image size."""
 
     images: Tensor  # (d, 3, H, W), one per distinct state
-    image_index: (
-        Tensor  # (b,) long, positions of the sampled images that they complete, in whole groups
-    )
+    # (b,) long, positions of the sampled images that they complete, in whole groups
+    image_index: Tensor
     images_per_state: int  # number of sampled images that share a state; b = d * images_per_state
 
 

@@ -59,9 +59,8 @@ class Rollout:
     scores: dict[str, Tensor]  # raw scores of the rewards trained on, (B,) each, keyed by reward
     combined_scores: Tensor  # (B,), weighted sum of the rewards that are trained on
     advantage: Tensor  # (B,) of each image, or (B, T) of each transition
-    image_statistics: (
-        Tensor  # (B, 3), saturation, fine detail and grid of each image (IMAGE_STATISTICS)
-    )
+    # (B, 3), saturation, fine detail and grid of each image (IMAGE_STATISTICS)
+    image_statistics: Tensor
     # seconds of the iteration's phases, keyed by phase; later phases are added to it
     seconds: dict[str, float]
 
