@@ -332,7 +332,9 @@ def test_own_run_is_sampled_where_the_code_of_its_reward_cannot_be_found(tmp_pat
     assert done.returncode == 0, done.stderr
     monkeypatch.chdir(tmp_path)
     run_folder.check_trust(run, action="sampling from", loads_rewards=False)
-    with pytest.raises(InputError, match="can no longer be found"):
+    with pytest.raises(
+        InputError, match="can no longer be found; run the command in the folder that has the code"
+    ):
         run_folder.check_trust(run)
 
 

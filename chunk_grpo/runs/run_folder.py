@@ -64,6 +64,7 @@ from chunk_grpo.core.settings import (
 )
 from ..core.validation import format_value
 from chunk_grpo.core.user_code import (
+    CODE_NOT_FOUND,
     find_code_change,
     check_reward_code,
     check_same_code,
@@ -517,6 +518,12 @@ def _check_edited_code(
         "reward_options",
         "its environment or a file is different here",
     )
+    # Trust cannot bring back a file; paths in the settings start in the folder where the run was started.
+    if reason.endswith(CODE_NOT_FOUND):
+        raise InputError(
+            f"`{setting}` of {run} names code that must be found from this folder: {reason}; run the command in the folder "
+            f"that has the code, or copy it from {Path(run) / 'code'}"
+        )
     raise InputError(
         f"`{setting}` of {run} names code that differs from what the run was trained with: {reason}; inspect "
         "that code, then add --trust (in Python trust=True)"
