@@ -159,8 +159,8 @@ def test_methods_and_pipelines_of_the_front_page_are_those_of_the_package():
     }
     published, ours = len(methods), len(every) - len(methods)
     assert (
-        f"{published - 1} other published methods, with {ours} variants of our own" in README
-        and f"**{len(every)} methods** are rows" in README
+        f"{published - 1} other published methods and {ours} variants of our own" in README
+        and f"lists **{len(every)} methods**" in README
         and f"{published} are published:" in README
         and f"The other {ours} are variants of our own." in README
     )
@@ -209,7 +209,7 @@ def test_what_ran_on_a_gpu_is_what_its_files_hold():
     text = " ".join(section("What was measured on a GPU?").split())
     found = gpu_results.read_results()
     assert (
-        set(found) == {1, 2} and "2 of 10 checks" in text and "Both checks count as failed" in text
+        set(found) == {1, 2} and "2 of 10 checks" in text and "both checks count as failed" in text
     )
     assert {result["verdict"] for result in found.values()} == {"failed"}
     update, ratios = (found[number]["parts"] for number in (1, 2))
