@@ -148,7 +148,7 @@ def test_help_explains_the_parameters(name):
 
 def test_parameters_are_described_however_the_signature_is_laid_out(tmp_path):
     (tmp_path / "laid_out.py").write_text(
-        "from chunk_grpo.arguments import checked, describe_parameters\n\n"
+        "from chunk_grpo.arguments import check_arguments, describe_parameters\n\n"
         "@check_arguments(\n    a=int,\n)\n"
         "def several(\n    a: int,  # the first\n    # the second,\n    # in two lines\n    b: str = 'x#y',\n"
         '    c: int = 0,\n) -> int:  # their sum\n    """Add."""\n    return a\n\n'

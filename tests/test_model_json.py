@@ -169,9 +169,9 @@ def test_command_ends_with_code_2_and_leaves_no_folder(model, tmp_path):
         {"dtype": 16},
         {"dtype": None},
         {"dtype": []},
-        {"weights": "float64"},
-        {"weights": 3},
-        {"weights": ""},
+        {"weights_dtype": "float64"},
+        {"weights_dtype": 3},
+        {"weights_dtype": ""},
     ],
     ids=str,
 )
