@@ -71,7 +71,10 @@ def test_training_changes_the_pipeline(folder):
     ("options", "sentence"),
     [
         ({"dtype": "bfloat16"}, "`dtype` must be that of the pipeline's transformer, float32"),
-        ({"weights": "bfloat16"}, "`weights` must be that of the pipeline's transformer, float32"),
+        (
+            {"weights_dtype": "bfloat16"},
+            "`weights_dtype` must be that of the pipeline's transformer, float32",
+        ),
         ({"quantization": "int8"}, "`quantization` must be none for a pipeline in memory"),
     ],
 )

@@ -168,7 +168,7 @@ WRONG = {
         "model": (*TEXTS, "no-model-of-this-name"),
         "resolution": (*COUNTS, 0, 63, (64,), (64, 0), (64, 63), (64, 64.0), (64, 64, 64)),
         "dtype": (None, 32, "fp16", "half", "", torch.float32, ["float32"]),
-        "weights": (32, "fp16", "", []),
+        "weights_dtype": (32, "fp16", "", []),
         "max_tokens": (*COUNTS, 0, 100_000),
         "guidance": (*NUMBERS, -1.0),
         "true_cfg_scale": (*NUMBERS, 0.5),
