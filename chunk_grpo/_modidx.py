@@ -1956,6 +1956,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                       'chunk_grpo/reward_serving/client.py'),
                                                   'chunk_grpo.reward_serving.client.load_remote_reward': ( '05_reward_serving/client.html#load_remote_reward',
                                                                                                            'chunk_grpo/reward_serving/client.py'),
+                                                  'chunk_grpo.reward_serving.client.read_retry_after': ( '05_reward_serving/client.html#read_retry_after',
+                                                                                                         'chunk_grpo/reward_serving/client.py'),
                                                   'chunk_grpo.reward_serving.client.request_prompt_check': ( '05_reward_serving/client.html#request_prompt_check',
                                                                                                              'chunk_grpo/reward_serving/client.py'),
                                                   'chunk_grpo.reward_serving.client.request_scores': ( '05_reward_serving/client.html#request_scores',

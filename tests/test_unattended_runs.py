@@ -43,6 +43,18 @@ def broken(tmp_path, monkeypatch):
     return file
 
 
+def train_until_broken(world, run, broken, iteration):
+    """Train with a reward that fails after an iteration; a checkpoint of iteration 2 must be there, and no other."""
+
+    def break_reward(line, settings):
+        if line["iteration"] == iteration:
+            broken.write_text("")
+
+    with pytest.raises(TrainingFailed, match="no ink is left"):
+        launch.train(world / "s.yaml", run, callbacks=[break_reward])
+    assert [folder.name for folder in (run / "checkpoints").iterdir()] == ["000002"]
+
+
 @pytest.mark.parametrize(
     ("text", "error_class"), [("", TrainingFailed), ("away", RewardUnavailable)]
 )
@@ -83,13 +95,7 @@ def test_completions_that_cannot_be_scored_cost_only_the_iteration_in_flight(
 
     monkeypatch.setattr(credit_assignment, "score_images", score_unless_broken)
 
-    def break_after_two(line, settings):
-        if line["iteration"] == 2:
-            broken.write_text("")
-
-    with pytest.raises(TrainingFailed, match="no ink is left"):
-        launch.train(world / "s.yaml", tmp_path / "run", callbacks=[break_after_two])
-    assert [folder.name for folder in (tmp_path / "run/checkpoints").iterdir()] == ["000002"]
+    train_until_broken(world, tmp_path / "run", broken, iteration=2)
 
 
 def test_a_reward_that_fails_in_an_evaluation_costs_only_its_scores(tmp_path, broken):
@@ -98,13 +104,7 @@ def test_a_reward_that_fails_in_an_evaluation_costs_only_its_scores(tmp_path, br
     world = write(tmp_path, **FEW | changes | {"eval_every": 2})
     whole = launch.train(world / "s.yaml", tmp_path / "whole")
 
-    def break_after_one(line, settings):
-        if line["iteration"] == 1:
-            broken.write_text("")
-
-    with pytest.raises(TrainingFailed, match="no ink is left"):
-        launch.train(world / "s.yaml", tmp_path / "run", callbacks=[break_after_one])
-    assert [folder.name for folder in (tmp_path / "run/checkpoints").iterdir()] == ["000002"]
+    train_until_broken(world, tmp_path / "run", broken, iteration=1)
 
     broken.unlink()
     resumed = launch.train(world / "s.yaml", tmp_path / "run", resume=True)

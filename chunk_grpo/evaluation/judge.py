@@ -36,7 +36,7 @@ from chunk_grpo.core.files import (
     read_json_lines,
     hash_file,
 )
-from ..reward_serving.client import RewardUnavailable
+from ..reward_serving.client import RewardUnavailable, read_retry_after
 from ..rewards.images import Images, images_to_pil
 
 # %% ../../nbs/10_evaluation/05_judge.ipynb #cc601065
@@ -223,9 +223,7 @@ def _read_error_reply(
         raise InputError(
             f"judge: {judge.base_url} rejects the request ({reason}). Repeating it would not help."
         )
-    retry_after = reply.headers.get("Retry-After", "")
-    seconds = min(60, int(retry_after)) if retry_after.isdecimal() else 0
-    raise _RetryableError(reason, seconds)
+    raise _RetryableError(reason, read_retry_after(reply.headers))
 
 
 def _ask_with_retries(
