@@ -110,9 +110,14 @@ def test_a_second_process_on_the_same_benchmark_is_refused(trained):
 
 
 def test_the_papers_tables_take_the_run_in(trained):
-    """The page has the paper's numbers, the run's beside them, images by method, and the rows that nobody measured."""
+    """The page has the paper's numbers, the run's beside them, images by method, and the rows that nobody measured.
+
+    The run has a second benchmark, which does not contain the prompt that is shown.
+    """
     out = trained / "tables.html"
-    run(
+    (trained / "other.txt").write_text("a red circle\na blue square\n")
+    benchmarks.run_benchmark(trained / "run", str(trained / "other.txt"), samples=1, trust=True)
+    words = (
         "tables",
         trained / "run",
         "--name",
@@ -121,11 +126,13 @@ def test_the_papers_tables_take_the_run_in(trained):
         "hpsv3=pocket-clip",
         "--prompts",
         "six",
-        "--show",
-        "two stars",
         "--out",
         out,
     )
+    said = run(*words, "--show", "seven stars", code=2)
+    assert "'seven stars' is a prompt of none of the runs' benchmarks" in said
+    assert not out.exists()
+    run(*words, "--show", "two stars")
     text = out.read_text()
     rewards = read_json(trained / "run" / "benchmarks" / "six" / "summary.json")["rewards"][
         "pocket-clip"
