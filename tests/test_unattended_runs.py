@@ -17,6 +17,7 @@ from chunk_grpo.core.files import read_json, write_json
 from chunk_grpo.core.machine import TrainingFailed
 from chunk_grpo.evaluation.judge import parse_rating
 from chunk_grpo.models import trainable
+from chunk_grpo.pocket.clip import PocketCLIP
 from chunk_grpo.reward_serving.client import (
     RewardUnavailable,
     TransientError,
@@ -94,6 +95,21 @@ def test_completions_that_cannot_be_scored_cost_only_the_iteration_in_flight(
         return score_images(**arguments)
 
     monkeypatch.setattr(credit_assignment, "score_images", score_unless_broken)
+
+    train_until_broken(world, tmp_path / "run", broken, iteration=2)
+
+
+def test_embeddings_that_fail_cost_only_the_iteration_in_flight(tmp_path, broken, monkeypatch):
+    """Diversity embeds the images by a reward's model; it fails on those of the third iteration."""
+    embed = PocketCLIP.embed
+
+    def embed_unless_broken(scorer, images):
+        if broken.exists():
+            raise RuntimeError("no ink is left")
+        return embed(scorer, images)
+
+    monkeypatch.setattr(PocketCLIP, "embed", embed_unless_broken)
+    world = write(tmp_path, **FEW | {"reward": "pocket-clip", "diversity": True})
 
     train_until_broken(world, tmp_path / "run", broken, iteration=2)
 

@@ -10,6 +10,7 @@ import contextlib
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -113,7 +114,7 @@ def sample_groups(state: TrainingState) -> Rollout:
     """Sample a group of images for each of this process's prompts, score them, and compute their advantages.
 
     Every process must call this function, because advantages may compare the groups of all processes. Raises ScoringFailed
-    in every process if the images, or the completions, of one of them could not be scored.
+    in every process if the images, or the completions, of one of them could not be scored or embedded.
     """
     settings = state.settings
     method = state.method
@@ -127,7 +128,7 @@ def sample_groups(state: TrainingState) -> Rollout:
         state, settings.images_per_prompt, [*state.reward_weights, *other_rewards]
     )
     statistics = []
-    features = []
+    embeddings: list[Future[Tensor]] = []  # of the batches of images, if diversity counts
     conditioning = state.policy.encode([state.prompts[p] for p in prompt_ids])
 
     def submit_batch(final: Tensor) -> None:
@@ -139,7 +140,8 @@ def sample_groups(state: TrainingState) -> Rollout:
                 image_statistics(images, state.policy.patch * state.policy.vae_scale_factor)
             )
         if settings.diversity:
-            features.append(state.rewards[setting.find_embedding_reward(settings)].embed(images))
+            reward = state.rewards[setting.find_embedding_reward(settings)]
+            embeddings.append(state.executor.submit(reward.embed, images))
 
     # Sample with the current weights, or with reference weights, as DiffusionNFT does.
     sampling_context = ReplayContext(
@@ -184,7 +186,9 @@ def sample_groups(state: TrainingState) -> Rollout:
 
     # Give good images more credit if no other image of the group resembles them.
     if settings.diversity:
-        advantage = weigh_by_distance(advantage, torch.cat(features), settings.images_per_prompt)
+        with time_phase(seconds, "reward"), fail_together(state):
+            features = torch.cat([future.result() for future in embeddings])
+        advantage = weigh_by_distance(advantage, features, settings.images_per_prompt)
     return Rollout(
         context=context,
         scores=scores,
