@@ -64,7 +64,7 @@ from chunk_grpo.core.settings import (
 )
 from ..core.validation import format_value
 from chunk_grpo.core.user_code import (
-    CODE_NOT_FOUND,
+    CodeChange,
     find_code_change,
     check_reward_code,
     check_same_code,
@@ -511,22 +511,20 @@ def _check_edited_code(
         recorded_code = select_loaded(recorded_code)
         current_code = select_loaded(current_code)
     change = find_code_change(recorded_code, current_code)
-    if change is None and not loads_rewards:
-        return
-    # If the code is the same, an environment or another file has changed.
-    setting, reason = change or (
-        "reward_options",
-        "its environment or a file is different here",
-    )
+    if change is None:
+        if not loads_rewards:
+            return
+        # The code is the same, so an environment or another file has changed.
+        change = CodeChange("reward_options", "its environment or a file is different here")
     # Trust cannot bring back a file; paths in the settings start in the folder where the run was started.
-    if reason.endswith(CODE_NOT_FOUND):
+    if change.is_missing:
         raise InputError(
-            f"`{setting}` of {run} names code that must be found from this folder: {reason}; run the command in the folder "
-            f"that has the code, or copy it from {Path(run) / 'code'}"
+            f"`{change.setting}` of {run} names code that must be found from this folder: {change.description}; run the "
+            f"command in the folder that has the code, or copy it from {Path(run) / 'code'}"
         )
     raise InputError(
-        f"`{setting}` of {run} names code that differs from what the run was trained with: {reason}; inspect "
-        "that code, then add --trust (in Python trust=True)"
+        f"`{change.setting}` of {run} names code that differs from what the run was trained with: {change.description}; "
+        "inspect that code, then add --trust (in Python trust=True)"
     )
 
 

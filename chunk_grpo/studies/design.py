@@ -720,6 +720,6 @@ def check_trials(
         change = find_code_change(run_info["code"], find_code(trial.settings))
         if change:
             raise InputError(
-                f"the trial {trial.name} in {out} was begun with other code: `{change[0]}`, {change[1]}; "
+                f"the trial {trial.name} in {out} was begun with other code: `{change.setting}`, {change.description}; "
                 "give another --out"
             )
