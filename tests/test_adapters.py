@@ -345,6 +345,21 @@ def test_an_adapter_whose_scale_differs_by_layer_is_read_with_each(whole, tmp_pa
         expected = adapter.layers[name][1] * (i + 1) / len(adapter.layers[name][0])
         np.testing.assert_allclose(again.layers[name][1], expected, rtol=1e-6)
 
+    save_file(tensors | {alphas[0]: torch.ones(2)}, file)
+    with pytest.raises(InputError, match=r"one number per alpha; .* has 2"):
+        adapters.read_adapter(str(file), pipeline, network)
+
+
+@pytest.mark.parametrize("text", ["not json", "[1]"])
+def test_an_adapter_with_damaged_metadata_is_rejected_in_one_sentence(whole, tmp_path, text):
+    pipeline, network = adapters.build_meta_transformer(whole / "model")
+    adapter = adapters.read_adapter(str(whole / "adapter"), pipeline, network)
+    adapters.write_adapter(adapter, tmp_path, "diffusers")
+    file = tmp_path / "pytorch_lora_weights.safetensors"
+    save_file(load_file(file), file, metadata={"lora_adapter_metadata": text})
+    with pytest.raises(InputError, match="lora_adapter_metadata that is an object in JSON"):
+        adapters.read_adapter(str(file), pipeline, network)
+
 
 def test_an_export_names_its_layout_and_rejects_others(whole, tmp_path, monkeypatch):
     made = make(tmp_path, lora_rank=2)

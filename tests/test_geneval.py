@@ -377,6 +377,14 @@ def test_verdicts_belong_to_images_however_their_folder_is_named(tmp_path, monke
         ({"position": ["left of"]}, "`position` must be a position"),
         ({"position": "left of"}, "`position` must be a position"),
         ({"position": [["left of"], 0]}, "`position` must be a position"),
+        (
+            {"include": [{"class": "cow", "count": 1, "position": ["left of", -1]}]},
+            "`position` must be a position and the number of an earlier object",
+        ),
+        (
+            {"exclude": [{"class": "cow", "count": 2, "color": "red"}]},
+            "`exclude` must be a list of objects with only class and count",
+        ),
         ({"class": ["bench"]}, "`class` must be one of the 80 classes"),
     ],
 )

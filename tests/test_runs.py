@@ -470,9 +470,10 @@ def test_an_error_after_the_end_costs_nothing(settings, trainer, tmp_path, monke
         raise RuntimeError("broken pipe")
 
     monkeypatch.setattr(launch, "train_run", late)
-    assert (
-        run_folder.read_run_info(launch.train(settings, tmp_path / "run"))["status"] == "finished"
-    )
+    run = launch.train(settings, tmp_path / "run")
+    assert run_folder.read_run_info(run)["status"] == "finished"
+    log = (run / "train.log").read_text()
+    assert "warning: after the run was finished: RuntimeError: broken pipe" in log
 
 
 def test_two_trainers_of_one_run_are_refused(settings, trainer, tmp_path, monkeypatch):

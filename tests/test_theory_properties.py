@@ -350,6 +350,12 @@ def test_at_least_one_chunk_is_drawn(K, fraction):
     assert 1 <= count_trained_chunks(K, fraction) <= K
 
 
+def test_a_sampler_with_second_order_steps_has_no_closed_profile():
+    sampler = Sampler(sigmas(9, 3.0, torch.float64), "flow", 0.0, solver="dpm2")
+    with pytest.raises(InputError, match="`sampler` must have the solver euler"):
+        gaussian_profile(sampler)
+
+
 @pytest.mark.parametrize("kind", SAMPLER_KINDS)
 def test_the_closed_profile_is_the_measured_one(kind):
     """A wide Gaussian trajectory has the profile of the closed form, to the one percent of its finite width."""

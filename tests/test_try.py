@@ -476,9 +476,9 @@ def test_a_better_method_is_ahead_and_has_the_first_rank(tmp_path, protocol, inv
 
 
 def test_words_of_a_comparison_follow_interval_and_smallest_effect():
-    def words(lo: float, hi: float, holm: float = 0.01, n: int = 8) -> str:
+    def words(lo: float, hi: float, holm: float = 0.01, n: int = 8, smallest: float = 0.02) -> str:
         row = {"reference": "steps", "lo": lo, "hi": hi, "holm": holm, "n": n}
-        return try_method.describe_comparison(row, 0.02)
+        return try_method.describe_comparison(row, smallest)
 
     assert words(0.01, 0.05) == "ahead of steps"
     assert words(0.001, 0.01) == "ahead of steps, by less than the smallest effect of interest"
@@ -487,6 +487,12 @@ def test_words_of_a_comparison_follow_interval_and_smallest_effect():
     assert words(-0.01, 0.05, 0.2).endswith("an effect of interest is not excluded")
     assert words(0.01, 0.05, 0.2).startswith("not different from steps")  # after correction
     assert words(0.01, 0.05, n=1) == "one seed decides nothing"
+    assert words(-0.01, 0.05, 0.2, smallest=0.0) == "not different from steps"
+
+
+def test_a_table_survives_bars_and_line_breaks():
+    table = try_method.markdown_table([{"a|b": "one|two", "c": "three\nfour"}])
+    assert table.splitlines() == ["| a\\|b | c |", "|---|---|", "| one\\|two | three four |"]
 
 
 def test_the_comparison_reads_rows_as_studies_keep_them(tmp_path):
@@ -498,6 +504,8 @@ def test_the_comparison_reads_rows_as_studies_keep_them(tmp_path):
     )
     table = try_method.comparison_table(rows, study, "crd")
     assert list(table.reference) == ["the base", "steps"] and (table.n == 3).all()
+    without = study.model_copy(update={"smallest_effect": 0.0})
+    assert try_method.comparison_table(rows, without, "crd").power.isna().all()
     assert [line["arm"] for line in try_method.rank_table(rows, "pocket-clip")] == [
         "crd",
         "steps",

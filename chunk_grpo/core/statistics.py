@@ -223,8 +223,9 @@ def t_intervals(
     Holm's correction for the number of comparisons. If there is only one seed, all columns but `n` and `mean` are NaN.
     """
     n = values.count()
-    mean = values.mean()
-    se = values.std() / n.pow(0.5)
+    # Means and deviations as small as rounding errors count as 0.
+    mean = values.mean().where(lambda x: x.isna() | (x.abs() > 1e-12), 0.0)
+    se = values.std().where(lambda x: x.isna() | (x > 1e-12), 0.0) / n.pow(0.5)
     degrees = (n - 1).clip(lower=1)
     half_width = se * stats.t.ppf(0.975, degrees)
     p = pd.Series(2 * stats.t.sf(mean.abs() / se.where(se > 0), degrees), mean.index, dtype=float)

@@ -84,8 +84,8 @@ def _check_arms(
     """Raise InputError unless all names and splits are allowed and the required arms are present.
 
     A name begins with a small letter, consists of small letters, digits and hyphens, does not end in -base, and is not
-    reserved. A split is a step from 0 to `steps`, or None. The arms base (0) and plain (None) are required, and
-    base-as-trained (0) and as-trained (None) require each other.
+    reserved. A split is the step, from 0 to `steps`, at which the base takes over, or None for never. The arms base (0)
+    and plain (None) are required, and base-as-trained (0) and as-trained (None) require each other.
     """
     for name, split in arms.items():
         if not re.fullmatch("[a-z][a-z0-9-]*(?<!-base)", str(name)) or name in _RESERVED_ARM_NAMES:

@@ -65,7 +65,7 @@ def _check_metadata(
 
     `tag` must be one of `GENEVAL_TAGS`, `prompt` a string, and `include` a list of at least one object. Each object there
     and in `exclude` has a COCO class and a count of at least 1, and optionally a colour and a position relative to an
-    earlier object.
+    earlier object, given by its number from 0, or -1 for the previous one. An object in `exclude` has only class and count.
     """
 
     def require(condition: bool, field: str, allowed: str, got: object) -> None:
@@ -86,6 +86,9 @@ def _check_metadata(
     for field, clauses in (("include", include), ("exclude", exclude)):
         is_list = isinstance(clauses, list) and all(isinstance(x, Mapping) for x in clauses)
         require(is_list, field, "a list of objects with class and count", clauses)
+    for clause in exclude:
+        ignored = {"color", "position"} & set(clause)
+        require(not ignored, "exclude", "a list of objects with only class and count", clause)
     for i, clause in [*enumerate(include), *enumerate(exclude)]:
         name = clause.get("class")
         count = clause.get("count")
@@ -98,7 +101,7 @@ def _check_metadata(
             allowed = "a position and the number of an earlier object"
             require(isinstance(pair, list | tuple) and len(pair) == 2, "position", allowed, pair)
             position, target = pair
-            is_earlier = type(target) is int and -1 <= target < i
+            is_earlier = type(target) is int and i > 0 and -1 <= target < i
             require(position in POSITIONS and is_earlier, "position", allowed, [position, target])
 
 

@@ -419,7 +419,11 @@ class Awm(Decoupled):
         self,
         batch: TransitionBatch,  # m noised latents, and their velocity targets
     ) -> tuple[Tensor, ...]:
-        """Return minus t times the concave loss, and the mean squared distance to the average's velocity, (m,) each."""
+        """Return minus t times the concave function of the loss, and a distance to the moving average's velocity.
+
+        Both are (m,), and t is the noise level. The first takes the place of a log-probability; the second is the mean
+        squared difference of the two velocities.
+        """
         small = 1e-10
         loss = mean_square(batch.velocity - batch.target)
         concave = ((loss + small) ** self.power - small**self.power) / self.power

@@ -166,6 +166,43 @@ def _read_adapter_file(file: Path) -> tuple[dict[str, Tensor], dict]:
         ) from None
 
 
+def _parse_alpha(
+    value: Tensor | float,
+    name: str,  # of the alpha, for the error message
+    file: Path,  # of the adapter, for the error message
+) -> float:
+    """Return an alpha of an adapter; raise InputError unless it is a single number."""
+    if isinstance(value, Tensor) and value.numel() != 1:
+        raise InputError(
+            f"`lora_start` must hold one number per alpha; {name[:120]} of {file} has {value.numel()}"
+        )
+    return float(value)
+
+
+def _parse_transformer_config(
+    metadata: dict,  # of the adapter's file
+    file: Path,  # of the adapter, for the error message
+) -> dict:
+    """Return peft's configuration of the transformer from the metadata that diffusers writes; empty if there is none.
+
+    Raises InputError if the metadata is not an object in JSON.
+    """
+    text = metadata.get("lora_adapter_metadata", "{}")
+    try:
+        config = json.loads(text)
+    except ValueError:
+        config = None
+    if not isinstance(config, dict):
+        raise InputError(
+            f"`lora_start` must hold lora_adapter_metadata that is an object in JSON; {file} has {text[:80]!r}"
+        )
+    return {
+        name.removeprefix("transformer."): value
+        for name, value in config.items()
+        if name.startswith("transformer.")
+    }
+
+
 def _unflatten_names(
     # keyed by names such as lora_transformer_blocks_0_attn_to_q.lora_down.weight
     tensors: dict[str, Tensor],
@@ -187,7 +224,7 @@ def _unflatten_names(
                 f"`lora_start` must be an adapter of this model's linear layers; {file} holds {name[:120]}"
             )
         if rest == "alpha":
-            alphas[layers[flat]] = float(tensor)
+            alphas[layers[flat]] = _parse_alpha(tensor, name, file)
         else:
             state[f"transformer.{layers[flat]}.{rest.replace('lora_', 'lora.')}"] = tensor
     return state, alphas
@@ -203,7 +240,8 @@ def _convert_layout(
     """Convert the tensors of an adapter from any supported layout to diffusers' names.
 
     Returns the tensors keyed by diffusers' names, the alphas keyed by layer, and the scale of layers without an alpha.
-    Raises InputError if diffusers cannot convert the layout, or peft's configuration is missing or not plain LoRA.
+    Raises InputError if there are no tensors, if diffusers cannot convert the layout, if a kohya-style name is that of no
+    layer, if an alpha is not a number, or if peft's configuration is missing, malformed or not plain LoRA.
     """
     if not tensors:
         raise InputError(f"`lora_start` must hold LoRA factors; {file} has none")
@@ -221,12 +259,8 @@ def _convert_layout(
     if all(name.startswith(_FLAT_PREFIX) for name in tensors):
         return *_unflatten_names(tensors, layer_names, file), 1.0
 
-    config = json.loads(metadata.get("lora_adapter_metadata", "{}"))
-    transformer_config = {
-        name.removeprefix("transformer."): value
-        for name, value in config.items()
-        if name.startswith("transformer.")
-    }
+    transformer_config = _parse_transformer_config(metadata, file)
+    scale = _scale_of_peft_config(transformer_config, file) if transformer_config else 1.0
     convert = import_class(pipeline).lora_state_dict
     # Pipelines that take alphas out of the tensors return them separately on request.
     has_alphas = "return_alphas" in inspect.signature(convert).parameters
@@ -243,13 +277,10 @@ def _convert_layout(
             f"({type(error).__name__}: {' '.join(str(error).split())[:160]})"
         ) from None
     layer_alphas = {
-        name.removesuffix(".alpha"): float(value) for name, value in (alphas or {}).items()
+        name.removesuffix(".alpha"): _parse_alpha(value, name, file)
+        for name, value in (alphas or {}).items()
     }
-    return (
-        state,
-        layer_alphas,
-        _scale_of_peft_config(transformer_config, file) if transformer_config else 1.0,
-    )
+    return state, layer_alphas, scale
 
 
 def read_adapter(

@@ -320,10 +320,10 @@ def _check_scheduler_options(
 
 
 def check_noise_levels(
-    levels: Any,  # (T + 1,), noise levels of a scheduler
+    levels: Any,  # (T + 1,) tensor, noise levels of a scheduler
     file: Any,  # path of its configuration, for the error message
 ) -> None:
-    """Raise InputError unless the noise levels fall from at most 1 to exactly 0."""
+    """Raise InputError unless the noise levels fall at every step, from at most 1 to exactly 0."""
     is_falling = (levels[1:] < levels[:-1]).all()  # false for NaN
     if not (is_falling and levels[0] <= 1 + 1e-6 and levels[-1] == 0):
         count = len(levels) - 1

@@ -79,7 +79,7 @@ def find_blocks(net: Any) -> dict[str, Any]:  # net: a transformer of diffusers
 
 def align_parameters(
     network: nn.Module,  # changed in place
-    boundary: int = 64,  # bytes
+    boundary: int = 64,  # bytes; at most 64, the alignment of torch's own allocations
 ) -> None:
     """Copy every CPU parameter and buffer that does not begin at a multiple of `boundary` bytes.
 
@@ -557,7 +557,7 @@ class Policy(Family):
 
     def velocity(
         self,
-        latents: Tensor,  # (B, S, C)
+        latents: Tensor,  # (B, S, C), on the policy's device
         sigma: Tensor,  # (B,), noise level of each image, in [0, 1]
         conditioning: dict[str, Tensor],  # tensors as `encode` returns them, one row per image
     ) -> Tensor:  # (B, S, C) float32

@@ -192,7 +192,10 @@ def _load_prompt_embeds(
     key: str,  # hash of everything else that the embeddings depend on
     encode: Callable,  # as in `cache_prompt_embeds`
 ) -> dict[str, Tensor]:  # on the CPU, keyed by the names that `encode` returns
-    """Return the embeddings of prompts, one row per prompt, read from disk or, if they are not there, encoded now."""
+    """Return the embeddings of prompts, one row per prompt, read from the cache on disk.
+
+    Prompts that are missing there, or whose file is damaged, are encoded and stored first. At least one prompt is needed.
+    """
     paths = cache_prompt_embeds(prompts, key, encode)
     loaded = {p: _read_prompt_embeds(path, p, key) for p, path in paths.items()}
     names = loaded[prompts[0]]

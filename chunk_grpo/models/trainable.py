@@ -419,14 +419,18 @@ def set_attention_backend(
     if name == "native":
         return
     weights = policy.transformer.parameters()
-    check_attention_backend(
-        name,
-        policy.transformer,
-        policy.device,
-        policy.dtype,
-        stored=next(x.dtype for x in weights if x.is_floating_point()),
-        masked=policy.masks_attention,
-    )
+    try:
+        check_attention_backend(
+            name,
+            policy.transformer,
+            policy.device,
+            policy.dtype,
+            stored=next(x.dtype for x in weights if x.is_floating_point()),
+            masked=policy.masks_attention,
+        )
+    except InputError:
+        torch.backends.cuda.enable_cudnn_sdp(False)
+        raise
     # diffusers also changes its global choice, which the context manager restores.
     with attention_backend("native"):
         policy.transformer.set_attention_backend(name)

@@ -151,7 +151,7 @@ def _boundary_sliders(
     on_move: Callable[[int, int], None],  # called with a boundary's index and its new transition
     edges: Sequence[float],  # start of transition 0, end of n - 1, as shares of the figure's width
 ) -> list[W.HBox]:
-    """Return a slider for every boundary, with its knob below the boundary that it moves.
+    """Return one row per boundary, with a label and a slider whose knob is below the boundary that it moves.
 
     The list is empty if no boundary can move, or if there are more chunks than `_MAX_SLIDER_CHUNKS`.
     """

@@ -20,8 +20,10 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Literal, TextIO
+from typing import IO, Literal, TextIO
 
 import torch
 from torch.distributed.elastic.multiprocessing import (
@@ -72,43 +74,66 @@ def _exit_when_first_process_ends(run: Path) -> None:
         os._exit(128 + signal.SIGTERM)
 
 
+class _RecordFinalWeights(Callback):
+    """Record the final weights before other callbacks, which may evaluate them."""
+
+    def on_train_end(self, state) -> None:
+        """Write the iteration of the weights and the hashes of their files to run.json."""
+        update_run_json(
+            state.run,
+            final_iteration=state.iteration,
+            final_sha256=hash_files(state.run / "final"),
+        )
+
+
+@dataclass(eq=False)
+class _MarkFinished(Callback):
+    """Mark the run as finished after all other callbacks, once its files are on the disk."""
+
+    start: float  # time at which this session began, seconds since the epoch
+    seconds_before: float  # of earlier sessions of the run
+
+    def on_train_end(self, state) -> None:
+        """Write the status and the seconds to run.json."""
+        sync_tree(state.run)
+        update_run_json(
+            state.run,
+            status="finished",
+            finished=time.time(),
+            seconds=self.seconds_before + time.time() - self.start,
+        )
+
+
+def _write_log_line(
+    log: IO[bytes],  # train.log
+    text: str,
+    prints_progress: bool,  # whether the user sees the progress of the run
+) -> None:
+    """Write a line to the log; print it, too, if it is a warning or describes the adapted layers."""
+    log.write(f"{text}\n".encode())
+    log.flush()
+    if text.startswith("warning: "):
+        # Torch's launcher shows only the output of its workers, and keeps their error stream in a file.
+        is_worker = "TORCHELASTIC_ERROR_FILE" in os.environ
+        _print_line(text, sys.stdout if is_worker else sys.stderr)
+    elif text.startswith("adapted layers: ") and prints_progress:
+        _print_line(text)
+
+
 def _train_in_process(
     run: Path,  # the run folder
     callbacks: Sequence[Callback | Callable | str],  # as in `train`
 ) -> None:
     """Train a run folder as the only process, or as one of several that torchrun started.
 
-    The first process holds the lock of the log, and updates the status and the seconds in run.json. Errors are passed on,
-    unless the run is already finished when they occur.
+    The first process holds the lock of the log, and writes to run.json the seconds, the hashes of the final weights, and the
+    status running or finished. Errors are passed on, and `launch_run` records them; an error after the run is finished
+    becomes a warning of the first process.
     """
     is_first = os.environ.get("RANK", "0") == "0"
     start = time.time()
     seconds_before = 0.0  # of earlier sessions of the run
     threads = torch.get_num_threads()
-
-    class RecordFinalWeights(Callback):
-        """Record the final weights before other callbacks, which may evaluate them."""
-
-        def on_train_end(self, state) -> None:
-            """Write the iteration of the weights and the hashes of their files to run.json."""
-            update_run_json(
-                state.run,
-                final_iteration=state.iteration,
-                final_sha256=hash_files(state.run / "final"),
-            )
-
-    class MarkFinished(Callback):
-        """Mark the run as finished after all other callbacks, once its files are on the disk."""
-
-        def on_train_end(self, state) -> None:
-            """Write the status and the seconds to run.json."""
-            sync_tree(state.run)
-            update_run_json(
-                state.run,
-                status="finished",
-                finished=time.time(),
-                seconds=seconds_before + time.time() - start,
-            )
 
     def on_sigterm() -> None:
         """Start a thread that ends this process after the first one, unless it is the first itself.
@@ -122,21 +147,9 @@ def _train_in_process(
         lock_log(run / "train.log") if is_first else contextlib.nullcontext() as log,
         raise_on_sigterm(on_sigterm),
     ):
-
-        def write_line(text: str) -> None:
-            """Write a line to the log; print it, too, if it is a warning or describes the adapted layers.
-
-            Only the first process calls this function (see `train_run`); in the others `log` is None.
-            """
-            log.write(f"{text}\n".encode())
-            log.flush()
-            if text.startswith("warning: "):
-                # Torch's launcher shows only the output of its workers, and keeps their error stream in a file.
-                is_worker = "TORCHELASTIC_ERROR_FILE" in os.environ
-                _print_line(text, sys.stdout if is_worker else sys.stderr)
-            elif text.startswith("adapted layers: ") and print_progress in callbacks:
-                _print_line(text)
-
+        listeners = list(callbacks)
+        # Only the first process writes lines (see `train_run`); in the others `log` is None.
+        write_line = partial(_write_log_line, log, prints_progress=print_progress in callbacks)
         try:
             if is_first:
                 seconds_before = read_json(run / "run.json").get("seconds") or 0.0
@@ -146,12 +159,21 @@ def _train_in_process(
                     started=read_run_info(run).get("started") or start,
                     error=None,
                 )
-                callbacks = [RecordFinalWeights(), *callbacks, MarkFinished()]
-            train_run(read_run_settings(run, exact=True), run, as_callbacks(callbacks), write_line)
-        except Exception:
-            # An error after the weights were written, such as a lost connection, does not fail the run.
+                listeners = [
+                    _RecordFinalWeights(),
+                    *callbacks,
+                    _MarkFinished(start, seconds_before),
+                ]
+            train_run(read_run_settings(run, exact=True), run, as_callbacks(listeners), write_line)
+        except Exception as error:
+            # An error after the run was finished, such as a lost connection, does not fail it.
             if not _is_finished(run):
                 raise
+            if is_first:
+                with contextlib.suppress(OSError):
+                    write_line(
+                        f"warning: after the run was finished: {type(error).__name__}: {error}"
+                    )
         finally:
             torch.set_num_threads(threads)
             if is_first:

@@ -387,7 +387,10 @@ def _own_run_lists() -> list[Path]:
 def _is_private(
     path: Path,  # a file or a folder
 ) -> bool:
-    """Return True if the path exists, belongs to this user, and no other user may write to it."""
+    """Return True if the path exists, belongs to this user, and no other user may write to it.
+
+    A group whose number equals the user's counts as the user's own.
+    """
     try:
         status = path.stat()
     except OSError:

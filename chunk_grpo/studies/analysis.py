@@ -9,6 +9,7 @@ __all__ = ['STUDY_ROWS_FOLDER', 'describe_study', 'load_study_rows', 'arms_with_
            'format_outcomes', 'differing_settings', 'arm_colour', 'plot_forest', 'curve_column', 'plot_training_curves']
 
 # %% ../../nbs/13_studies/03_analysis.ipynb #0c218396
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -67,9 +68,9 @@ def load_study_rows(
     file = (folder or STUDY_ROWS_FOLDER) / f"{name}.jsonl"
     arms = list(describe_study(name)["arms"])
     rows = read_json_lines(file)
-    runs = [(row["arm"], row["seed"]) for row in rows]
-    for arm, seed in runs:
-        if runs.count((arm, seed)) > 1:
+    runs = Counter((row["arm"], row["seed"]) for row in rows)
+    for (arm, seed), count in runs.items():
+        if count > 1:
             raise InputError(
                 f"`name` must be a study with one row per run; {name} has the arm {arm} with seed {seed} more than once"
             )
@@ -231,7 +232,7 @@ def contrast_table(
 
 # %% ../../nbs/13_studies/03_analysis.ipynb #3135dfbb
 def training_rewards(row: Mapping) -> list[str]:
-    """Return the names of the rewards that a run trained on."""
+    """Return the names of the rewards that a run, given by its row, trained on."""
     reward = row["settings"]["reward"]
     return [reward] if isinstance(reward, str) else list(reward)
 

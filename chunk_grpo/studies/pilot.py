@@ -65,10 +65,10 @@ def write_tuning_study(
     folder: Path,  # folder of the tuning study
     added_points: Mapping[str, Sequence[dict]] = {},  # arm -> points beyond its grid
 ) -> Path:  # the folder
-    """Write the files of a tuning study, which tries every point of the grid with every arm; replace existing files.
+    """Write base.yaml and study.yaml of a tuning study, which tries every point of the grid with every arm.
 
-    Raises InputError if the study has arms that continue others, no outcome or no grid, or if its seeds or prompts are
-    those of the tuning.
+    Existing files are replaced. The tuning uses seeds from 1000 on, and evaluates on `tune_prompts`. Raises InputError if
+    the study has arms that continue others, no outcome or no grid, or if it has such seeds or evaluates on the same prompts.
     """
     study = load_study(source)
     home = find_study_folder(source)

@@ -623,6 +623,8 @@ def describe_comparison(
     if is_significant and row["hi"] < 0:
         small = ", by less than the smallest effect of interest" if row["lo"] > -smallest else ""
         return f"behind {other}{small}"
+    if not smallest:
+        return f"not different from {other}"
     if -smallest < row["lo"] and row["hi"] < smallest:
         return f"not different from {other}: an effect of interest is excluded"
     return f"not different from {other}, but an effect of interest is not excluded"
@@ -636,8 +638,9 @@ def comparison_table(
     """Compare the method with the base, with the reference, and with each other arm, on the seeds that both have.
 
     The columns are family, arm, reference, n, mean, se, lo, hi, p, holm, smallest, power, detectable and result.
-    `reference` is the arm that is subtracted, `smallest` the smallest effect of interest, `power` the probability of
-    detecting it, `detectable` the difference that is detected with a power of 0.8, and `result` a description in words.
+    `reference` is the arm that is subtracted, `smallest` the smallest effect of interest (0: none), `power` the
+    probability of detecting it, `detectable` the difference that is detected with a power of 0.8, and `result` a
+    description in words.
     """
     gains = analysis.gains_by_seed(rows, study.outcome)
     gain = t_intervals(gains[[own_arm]]).assign(
@@ -651,7 +654,7 @@ def comparison_table(
         tests = int((table.family == row.family).sum())
         spread = row.se * row.n**0.5
         power = math.nan
-        if row.n > 1 and spread > 0:
+        if smallest and row.n > 1 and spread > 0:
             power = paired_power(smallest / spread, int(row.n), 0.05 / tests)
         additions.append(
             {
@@ -694,12 +697,15 @@ def markdown_table(
     rows: Sequence[Mapping],  # texts, keyed by column; at least one row
 ) -> str:
     """Format rows as a Markdown table with the columns of the first row."""
+
+    def format_row(values: Iterable[object]) -> str:
+        """Format one row; a cell must not contain a line break or an unescaped bar."""
+        cells = [" ".join(str(value).split()).replace("|", "\\|") for value in values]
+        return f"| {' | '.join(cells)} |"
+
     columns = list(rows[0])
-    lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
-    for row in rows:
-        lines.append(
-            "| " + " | ".join(str(row[name]).replace("|", "\\|") for name in columns) + " |"
-        )
+    lines = [format_row(columns), "|" + "---|" * len(columns)]
+    lines += [format_row(row[name] for name in columns) for row in rows]
     return "\n".join(lines)
 
 
@@ -956,7 +962,8 @@ def try_method(
     out: str | Path | None = None,  # folder of the try; None: see `default_folder`
     quick: bool = False,  # run fewer trials, which decide nothing
     processes: int | None = None,  # number of trials at once; None: one per GPU, or one per core
-    protocol: str | Path = "referee",  # name of a study, or its folder
+    # study whose base, arms and prompts test the method: its name, or its folder
+    protocol: str | Path = "referee",
     log: Callable[[str], None] = print,  # receives status lines
 ) -> Path:  # the page
     """Check, tune and test a user's method, and write a page, page.md in `out`, with its rank and its differences.

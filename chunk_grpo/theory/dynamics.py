@@ -74,7 +74,12 @@ def gaussian_profile(
     # standard deviation of the data: one number, or one per coordinate, (d,)
     scale: Tensor | float = 1.0,
 ) -> Tensor:  # (T,) float64, expected L1_rel in the limit of many coordinates
-    """Compute the expected distances (15) in closed form, for Gaussian data with mean 0 and a model with its exact velocity."""
+    """Compute the expected distances (15) in closed form, for Gaussian data with mean 0 and a model with its exact velocity.
+
+    Raises InputError if the sampler has second-order steps (solver dpm2), for which there is no closed form here.
+    """
+    if bool(sampler.second_order_weights.any()):
+        raise InputError("`sampler` must have the solver euler; got one with second-order steps")
     scales: Tensor = torch.atleast_1d(torch.as_tensor(scale, dtype=torch.float64))
     sigmas = sampler.sigmas.to(torch.float64)
     a, b, std = replace(sampler, sigmas=sigmas).coefficients(torch.arange(len(sampler)))

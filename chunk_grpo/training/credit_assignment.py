@@ -246,7 +246,8 @@ def compute_advantages(
     """Compute the advantages of this process's images, chunks or tree edges, as the setting `credit_of` selects.
 
     These are images with image, chunks with gain and all-gains, and edges with depth and leaves. Advantages of chunks
-    and edges are returned per transition. Every process must call this function, because the comparison gets the scores
+    and edges are returned per transition. With several `completion_strides`, the advantages of an image are summed over
+    its completions and clamped again. Every process must call this function, because the comparison gets the scores
     of all processes. Raises InputError if the method's `advantages` are malformed, and ScoringFailed if completions could
     not be scored.
     """

@@ -261,7 +261,7 @@ def _chunk_count_varies(
     count: int,  # number of chunks that it returns for a falling profile
     step_count: int,  # n, number of trainable steps
 ) -> bool:
-    """Return True if a chunker returns another number of chunks for profiles that rise, or rise and fall, or rejects these."""
+    """Return True if a chunker fails, or returns another number of chunks, for a profile that rises or alternates."""
     for profile in _rising_and_alternating_profiles(step_count):
         try:
             returned = chunker(profile)

@@ -260,4 +260,5 @@ def save_final_weights(state: TrainingState) -> None:
             )
             if old_hashes and old_hashes != new_hashes:
                 for name in ("evaluation", "evaluation.begun"):  # of the old weights
-                    shutil.rmtree(state.run / name, ignore_errors=True)
+                    if (state.run / name).is_dir():
+                        shutil.rmtree(state.run / name)

@@ -287,10 +287,11 @@ def update_policy(
     state: TrainingState,
     rollout: Rollout,  # of this iteration
 ) -> Update:
-    """Take the iteration's optimizer steps, then update the reference weights that the method keeps.
+    """Set the iteration's learning rate, take its optimizer steps, then update the reference weights that the method keeps.
 
-    If every step was skipped because its gradients were infinite or NaN, the reference weights stay as they are. Every
-    process must call this function. Raises InputError if a hook of the method returns malformed values.
+    If every step was skipped because its gradients were infinite or NaN, the reference weights stay as they are. In a run
+    with several image sizes, the policy has the first size afterwards. Every process must call this function. Raises
+    InputError if a hook of the method returns malformed values.
     """
     settings = state.settings
     accelerator = state.accelerator
