@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from chunk_grpo.core.settings import load_settings
-from chunk_grpo.training import trainer
+from chunk_grpo.training import credit_assignment, trainer
 from chunk_grpo.training.callbacks import (
     Callback,
     StopTraining,
@@ -109,8 +109,9 @@ def test_images_may_change_a_little_and_a_grid_may_fade():
 
 
 @pytest.mark.parametrize("local", [None, "here"])
-def test_with_sharded_weights_all_processes_stop_together(tmp_path, monkeypatch, local):
-    """All of them write the checkpoint, so one that stopped alone would wait for the others."""
+@pytest.mark.parametrize("sharded", [False, True])
+def test_all_processes_stop_together(tmp_path, monkeypatch, local, sharded):
+    """Shards need all of them, and the launcher would end one that still writes once another has ended."""
 
     class Stops(Callback):
         def on_log(self, state, line):
@@ -120,10 +121,14 @@ def test_with_sharded_weights_all_processes_stop_together(tmp_path, monkeypatch,
     state = SimpleNamespace(
         settings=load_settings("pocket/tiny", {"stop_on": []}),
         run=tmp_path,
-        accelerator=SimpleNamespace(is_main_process=False),
+        accelerator=SimpleNamespace(
+            is_main_process=False,
+            process_index=1,
+            wait_for_everyone=lambda: saved.append("waited"),
+        ),
         rewards={},
         executor=SimpleNamespace(shutdown=lambda cancel_futures: None),
-        policy=SimpleNamespace(sharded=True),
+        policy=SimpleNamespace(sharded=sharded),
         iteration=0,
     )
 
@@ -137,16 +142,21 @@ def test_with_sharded_weights_all_processes_stop_together(tmp_path, monkeypatch,
     monkeypatch.setattr(trainer, "Alarms", lambda log: Callback())
     monkeypatch.setattr(trainer, "evaluate_held_out", lambda state: {})
     monkeypatch.setattr(trainer, "train_iteration", train_iteration)
-    for name in ("load_policy_and_optimizer", "resume", "check_weights_are_finite"):
+    for name in (
+        "load_policy_and_optimizer",
+        "resume",
+        "repeat_failed_evaluation",
+        "check_weights_are_finite",
+    ):
         monkeypatch.setattr(trainer, name, lambda *_: None)
     monkeypatch.setattr(trainer, "save_checkpoint", lambda state: saved.append(state.iteration))
     state.iteration = 1  # resumed, so the base is not evaluated
     # Another process stops in iteration 2.
     monkeypatch.setattr(
-        trainer,
+        credit_assignment,
         "gather_object",
-        lambda local: [*local, "there" if state.iteration == 2 else None],
+        lambda local: [*local, (StopTraining, "there") if state.iteration == 2 else None],
     )
     with pytest.raises(StopTraining, match=local or "there"):
         trainer.train_run(state.settings, tmp_path, [Stops()])
-    assert state.iteration == 2 and saved == [2]
+    assert state.iteration == 2 and saved == [2, "waited"]

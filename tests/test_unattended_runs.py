@@ -6,6 +6,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 import torch
+from accelerate.tracking import TensorBoardTracker
 from commands import run
 from small_runs import metrics, trained, write
 from typer.testing import CliRunner
@@ -26,7 +27,7 @@ from chunk_grpo.reward_serving.client import (
     send_request,
 )
 from chunk_grpo.runs import launch, run_folder
-from chunk_grpo.training import credit_assignment
+from chunk_grpo.training import credit_assignment, groups, trainer
 
 FEW = {
     "reward": "tiny_rewards:broken_while",
@@ -44,7 +45,7 @@ def broken(tmp_path, monkeypatch):
     return file
 
 
-def train_until_broken(world, run, broken, iteration):
+def train_until_broken(world, run, broken, iteration, callbacks=()):
     """Train with a reward that fails after an iteration; a checkpoint of iteration 2 must be there, and no other."""
 
     def break_reward(line, settings):
@@ -52,7 +53,7 @@ def train_until_broken(world, run, broken, iteration):
             broken.write_text("")
 
     with pytest.raises(TrainingFailed, match="no ink is left"):
-        launch.train(world / "s.yaml", run, callbacks=[break_reward])
+        launch.train(world / "s.yaml", run, callbacks=[break_reward, *callbacks])
     assert [folder.name for folder in (run / "checkpoints").iterdir()] == ["000002"]
 
 
@@ -114,20 +115,90 @@ def test_embeddings_that_fail_cost_only_the_iteration_in_flight(tmp_path, broken
     train_until_broken(world, tmp_path / "run", broken, iteration=2)
 
 
-def test_a_reward_that_fails_in_an_evaluation_costs_only_its_scores(tmp_path, broken):
-    """The update before the evaluation is kept; a reward may be used in evaluations only."""
+@pytest.mark.parametrize("iterations", [2, 4])  # the evaluation at the end of the run, and another
+@pytest.mark.parametrize("reads_score", [False, True])
+def test_a_reward_that_fails_in_an_evaluation_costs_nothing(
+    tmp_path, broken, iterations, reads_score
+):
+    """The update before the evaluation is kept, and the resumed run repeats the evaluation.
+
+    A callback that needs the missing score does not prevent the checkpoint.
+    """
     changes = {"reward": "tiny_rewards:red", "eval_rewards": ["tiny_rewards:broken_while"]}
-    world = write(tmp_path, **FEW | changes | {"eval_every": 2})
+    world = write(tmp_path, **FEW | changes | {"eval_every": 2, "iterations": iterations})
     whole = launch.train(world / "s.yaml", tmp_path / "whole")
 
-    train_until_broken(world, tmp_path / "run", broken, iteration=1)
+    def read_score(line, settings):
+        if line["iteration"] == 2:
+            line["eval_tiny_rewards:broken_while"]
+
+    callbacks = [read_score] if reads_score else []
+    train_until_broken(world, tmp_path / "run", broken, iteration=1, callbacks=callbacks)
+    log = (tmp_path / "run/train.log").read_text()
+    assert ("a callback failed too: KeyError" in log) == reads_score
 
     broken.unlink()
     resumed = launch.train(world / "s.yaml", tmp_path / "run", resume=True)
-    assert trained(resumed) == trained(whole)
-    expected = metrics(whole)
-    expected[2] = {k: v for k, v in expected[2].items() if not k.startswith("eval_")}
-    assert metrics(resumed) == expected
+    assert "the evaluation after iteration 2, which failed, is repeated" in (
+        (resumed / "train.log").read_text()
+    )
+    assert trained(resumed) == trained(whole) and metrics(resumed) == metrics(whole)
+    # The checkpoint agrees with the log, so resuming once more changes nothing and evaluates nothing.
+    last = sorted((resumed / "checkpoints").iterdir())[-1]
+    assert (last / "metrics.jsonl").read_text() == (resumed / "metrics.jsonl").read_text()
+
+
+def test_a_callback_that_fails_costs_nothing(tmp_path):
+    """The iteration before it is finished, so a checkpoint of it is written."""
+    world = write(tmp_path, **FEW | {"reward": "tiny_rewards:red"})
+    whole = launch.train(world / "s.yaml", tmp_path / "whole")
+
+    def fail(line, settings):
+        if line["iteration"] == 3:
+            raise OSError("no network")
+
+    with pytest.raises(TrainingFailed, match="no network"):
+        launch.train(world / "s.yaml", tmp_path / "run", callbacks=[fail])
+    assert [folder.name for folder in (tmp_path / "run/checkpoints").iterdir()] == ["000003"]
+    resumed = launch.train(world / "s.yaml", tmp_path / "run", resume=True)
+    assert trained(resumed) == trained(whole) and metrics(resumed) == metrics(whole)
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "expected"),
+    [(groups, "sample_trajectories", ["000002"]), (trainer, "update_policy", [])],
+)
+def test_another_error_costs_no_finished_iteration(tmp_path, monkeypatch, module, name, expected):
+    """An error before the update leaves the weights of the last iteration, one in an update does not."""
+    world = write(tmp_path, **FEW | {"reward": "tiny_rewards:red"})
+    whole = getattr(module, name)
+    calls = []
+
+    def fail_third(*arguments, **options):
+        calls.append(1)
+        if len(calls) == 3:
+            raise RuntimeError("out of memory")
+        return whole(*arguments, **options)
+
+    monkeypatch.setattr(module, name, fail_third)
+    with pytest.raises(TrainingFailed, match="out of memory"):
+        launch.train(world / "s.yaml", tmp_path / "run")
+    assert [folder.name for folder in (tmp_path / "run").glob("checkpoints/*")] == expected
+
+
+def test_a_tracker_that_is_down_costs_only_its_curves(tmp_path, monkeypatch):
+    world = write(tmp_path, **FEW | {"reward": "tiny_rewards:red", "tracker": "tensorboard"})
+
+    def fail(*arguments, **options):
+        raise ConnectionError("no answer")
+
+    monkeypatch.setattr(TensorBoardTracker, "log", fail)
+    monkeypatch.setattr(TensorBoardTracker, "finish", fail)
+    run = launch.train(world / "s.yaml", tmp_path / "run")
+    assert read_json(run / "run.json")["status"] == "finished"
+    log = (run / "train.log").read_text()
+    assert "warning: tensorboard did not take iteration 1: ConnectionError: no answer" in log
+    assert "warning: tensorboard could not finish: ConnectionError: no answer" in log
 
 
 @pytest.mark.slow

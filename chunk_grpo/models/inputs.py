@@ -1767,6 +1767,18 @@ def write_prompts(
     return str(file)
 
 # %% ../../nbs/03_models/00_inputs.ipynb #a0bc70d0
+@functools.lru_cache(maxsize=2)
+def _epoch_order(
+    total: int,  # number of prompts in the list
+    seed: int,  # of the run
+    epoch: int,  # from 0
+) -> tuple[int, ...]:  # all indices of the list
+    """Shuffle the indices of a list of prompts for an epoch; cached, since each iteration of the epoch needs them."""
+    order = list(range(total))
+    random.Random(f"{seed}/prompts/{epoch}").shuffle(order)
+    return tuple(order)
+
+
 def sample_prompt_indices(
     total: int,  # number of prompts in the list
     count: int,  # number of prompts per iteration
@@ -1783,9 +1795,8 @@ def sample_prompt_indices(
             f"prompts_per_iteration: {count} is more than the {total} prompts in the list."
         )
     epoch, batch_index = divmod(iteration, total // count)
-    order = list(range(total))
-    random.Random(f"{seed}/prompts/{epoch}").shuffle(order)
-    return order[batch_index * count : (batch_index + 1) * count]
+    order = _epoch_order(total, seed, epoch)
+    return list(order[batch_index * count : (batch_index + 1) * count])
 
 
 def space_positions_evenly(

@@ -219,14 +219,26 @@ class Logger(Callback):
 
         if state.accelerator.is_main_process:
             append_json_line(state.run / "metrics.jsonl", line)
-        state.accelerator.log(tracker_values(line), step=line["iteration"])
-        log_eval_samples(state, line["iteration"])
+        # A tracker that is down must not end the run.
+        try:
+            state.accelerator.log(tracker_values(line), step=line["iteration"])
+            log_eval_samples(state, line["iteration"])
+        except Exception as error:
+            self.log(
+                f"warning: {state.settings.tracker} did not take iteration {line['iteration']}: "
+                f"{type(error).__name__}: {error}"
+            )
         self.log(format_progress(line, state.settings.iterations, log=True))
 
     def on_train_end(self, state) -> None:
         """Let the trackers finish writing."""
         for tracker in state.accelerator.trackers:
-            tracker.finish()
+            try:
+                tracker.finish()
+            except Exception as error:
+                self.log(
+                    f"warning: {tracker.name} could not finish: {type(error).__name__}: {error}"
+                )
 
 # %% ../../nbs/07_training/16_callbacks.ipynb #a1a40002
 def _holds_in_a_row(

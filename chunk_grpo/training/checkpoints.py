@@ -337,6 +337,9 @@ def read_tensors(
         reader = distributed.HuggingFaceStorageReader(str(folder))
         # Torch's annotation allows entries that are not tensors; here all are.
         stored: Any = reader.read_metadata().state_dict_metadata
+        # Before the first update that is applied, the optimizer has no tensors, so no file names its group.
+        if not group_names or "optimizer" in group_names:
+            groups["optimizer"] = {}
         for full_name, metadata in stored.items():
             group, name = full_name.split(".", 1)
             weight = trained_weights.get(name.split(".")[0])

@@ -48,8 +48,10 @@ def time_phase(
     """Add the seconds spent within this context, except those of nested phases, to `seconds[name]`."""
     start = time.perf_counter()
     before = sum(seconds.values())
-    yield
-    seconds[name] += time.perf_counter() - start - (sum(seconds.values()) - before)
+    try:
+        yield
+    finally:
+        seconds[name] += time.perf_counter() - start - (sum(seconds.values()) - before)
 
 # %% ../../nbs/07_training/11_groups.ipynb #ca6892ed
 @dataclass(frozen=True)
@@ -114,7 +116,7 @@ def sample_groups(state: TrainingState) -> Rollout:
     """Sample a group of images for each of this process's prompts, score them, and compute their advantages.
 
     Every process must call this function, because advantages may compare the groups of all processes. Raises ScoringFailed
-    in every process if the images, or the completions, of one of them could not be scored or embedded.
+    in every process if one of them could not encode its prompts, or could not score or embed its images or completions.
     """
     settings = state.settings
     method = state.method
@@ -129,7 +131,8 @@ def sample_groups(state: TrainingState) -> Rollout:
     )
     statistics = []
     embeddings: list[Future[Tensor]] = []  # of the batches of images, if diversity counts
-    conditioning = state.policy.encode([state.prompts[p] for p in prompt_ids])
+    with fail_together(state):
+        conditioning = state.policy.encode([state.prompts[p] for p in prompt_ids])
 
     def submit_batch(final: Tensor) -> None:
         """Decode a batch of final latents (b, S, C), submit the images for scoring, and measure them."""

@@ -228,8 +228,9 @@ def allow_interruption(state: TrainingState) -> Iterator[None]:
 
 # %% ../../nbs/07_training/15_resuming.ipynb #4f2da6cc
 def check_weights_are_finite(state: TrainingState) -> None:
-    """Raise InputError if one of this process's trained weights is infinite or NaN."""
-    if not all(map(checkpoints.is_finite, state.policy.trained)):
+    """Raise InputError in every process if a trained weight is infinite or NaN; every process must call this function."""
+    is_finite = all(map(checkpoints.is_finite, state.policy.trained))
+    if not all(gather_object([is_finite])):
         raise InputError(
             f"the weights after iteration {state.iteration} are not finite; lower `learning_rate`"
         )
