@@ -1734,6 +1734,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                              'chunk_grpo/reporting/export.py'),
                                              'chunk_grpo.reporting.export._export_adapter': ( '12_reporting/export.html#_export_adapter',
                                                                                               'chunk_grpo/reporting/export.py'),
+                                             'chunk_grpo.reporting.export._settings_of_stored_weights': ( '12_reporting/export.html#_settings_of_stored_weights',
+                                                                                                          'chunk_grpo/reporting/export.py'),
                                              'chunk_grpo.reporting.export.check_hub_login': ( '12_reporting/export.html#check_hub_login',
                                                                                               'chunk_grpo/reporting/export.py'),
                                              'chunk_grpo.reporting.export.export_run': ( '12_reporting/export.html#export_run',

@@ -117,6 +117,8 @@ def test_the_papers_tables_take_the_run_in(trained):
     out = trained / "tables.html"
     (trained / "other.txt").write_text("a red circle\na blue square\n")
     benchmarks.run_benchmark(trained / "run", str(trained / "other.txt"), samples=1, trust=True)
+    evaluated = "evaluate", trained / "run", "--benchmark", trained / "six.txt", "--samples", "2"
+    run(*evaluated, "--rewards", "pocket-clip", "--no-report")
     words = (
         "tables",
         trained / "run",
@@ -324,6 +326,13 @@ def test_a_reward_of_your_own_gets_tensors_as_in_training(tmp_path):
     summary = benchmarks.score_benchmark(task, arms, tmp_path, scorers=scorers)
     mean = summary["rewards"][f"{file}:redness"]["base"]["mean"]
     assert mean == pytest.approx((0 + 40 + 100) / 3 / 255, abs=1e-6)
+
+
+@pytest.mark.parametrize("name", ["plain-base", "overall"])
+def test_names_of_images_that_the_summary_needs_are_rejected(tmp_path, name):
+    task, arms = grey_list(tmp_path)
+    with pytest.raises(InputError, match=f"must not end in -base, .* none of categories.*{name}"):
+        benchmarks.score_benchmark(task, {name: arms["plain"]}, tmp_path, scorers={"a": len})
 
 
 def test_scores_are_renewed_if_prompts_options_or_code_changed(tmp_path, monkeypatch):

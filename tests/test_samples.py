@@ -84,6 +84,18 @@ def pixels(image):
     )
 
 
+def test_images_outlive_a_contact_sheet_that_cannot_be_drawn(lora, tmp_path, monkeypatch):
+    def fail(**arguments):
+        raise MemoryError("too many images")
+
+    monkeypatch.setattr(samples, "plot_image_grid", fail)
+    lines = []
+    made = sample_run(lora, ["a red star"], seeds=[3], out=tmp_path / "drawn", log=lines.append)
+    assert all((tmp_path / "drawn" / one["file"]).is_file() for one in made)
+    assert (tmp_path / "drawn/samples.json").is_file()
+    assert "warning: no contact sheet was drawn: MemoryError: too many images" in lines
+
+
 def test_a_card_says_what_its_weights_score(lora, tmp_path):
     assert "not evaluated" in (export_run(lora, tmp_path / "before") / "README.md").read_text()
     evaluate(lora, processes=1)

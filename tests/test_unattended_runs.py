@@ -8,6 +8,7 @@ import pytest
 import torch
 from accelerate.tracking import TensorBoardTracker
 from commands import run
+from safetensors.torch import load_file
 from small_runs import metrics, trained, write
 from typer.testing import CliRunner
 
@@ -366,6 +367,21 @@ def test_a_card_names_the_repository_and_the_base_but_no_server(tmp_path):
         export_run(made, tmp_path / "other", base_model="a/b")
     with pytest.raises(InputError, match="`base_model` must be a repository of the hub"):
         export_run(made, tmp_path / "other", base_model="../b")
+
+
+def test_a_checkpoint_is_exported_with_all_digits_of_its_weights(tmp_path):
+    """Weights that are all trained are kept in float32, whatever the forward passes compute in."""
+    world = write(
+        tmp_path, **FEW | {"reward": "tiny_rewards:red", "dtype": "bfloat16", "checkpoint_every": 1}
+    )
+    made = launch.train(world / "s.yaml", tmp_path / "run")
+    last = export_run(made, tmp_path / "last")
+    checkpoint = export_run(made, tmp_path / "checkpoint", checkpoint=4)
+    (file,) = (last / "transformer").glob("*.safetensors")
+    expected = load_file(file)
+    found = load_file(checkpoint / "transformer" / file.name)
+    for name, tensor in expected.items():
+        assert tensor.dtype == torch.float32 and torch.equal(found[name], tensor), name
 
 
 def test_a_card_of_a_local_base_can_name_its_repository(tmp_path):

@@ -34,6 +34,7 @@ from chunk_grpo.core.files import (
 from ..core.user_code import code_hashes
 from . import detector, geneval, judged
 from chunk_grpo.evaluation.evaluate import (
+    SUMMARY_KEYS,
     changed_setting_names,
     compare_arms,
     count_prompts,
@@ -669,9 +670,12 @@ def score_benchmark(
     task.check_inputs(inputs)
     rewards.check_prompts(scorers or {}, task.prompts, "`benchmark`", task.records or None)
     for arm, folder in arms.items():
-        if not re.fullmatch(r"\w[\w.-]*", arm):  # it becomes the name of files
+        # The name becomes the name of files and a key of the summary, where NAME-base is a difference to the base.
+        is_allowed = re.fullmatch(r"\w[\w.-]*(?<!-base)", arm) and arm not in SUMMARY_KEYS
+        if not is_allowed:
             raise InputError(
-                f"a name in `images` must consist of letters, digits, dots and hyphens; got {arm!r}"
+                "a name in `images` must consist of letters, digits, dots and hyphens, must not end in -base, and must be "
+                f"none of {', '.join(SUMMARY_KEYS)}; got {arm!r}"
             )
         missing = task.missing_images(folder)
         if missing:

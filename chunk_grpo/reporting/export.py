@@ -87,6 +87,19 @@ def _check_repository_name(
         )
 
 
+def _settings_of_stored_weights(
+    settings: setting.Settings,  # of the run
+) -> setting.Settings:
+    """Return settings with which a policy for sampling has the number format in which training keeps the weights.
+
+    If all weights are trained without sharding, that is float32, whatever `dtype` is.
+    """
+    if settings.lora_rank or settings.sharding != "none":
+        return settings
+    # Some attention backends do not work in float32, and none is used here.
+    return settings.model_copy(update={"dtype": "float32", "attention": "native"})
+
+
 @check_arguments(run=path_argument(), folder=path_argument(), checkpoint=int_at_least(1) | None)
 def export_run(
     run: Path | str,  # a run's folder, finished or with a checkpoint
@@ -164,7 +177,9 @@ def export_run(
                 if file.suffix in (".safetensors", ".json"):
                     shutil.copyfile(file, weights_folder / file.name)
         else:
-            policy = run_images.load_trained_policy(run, settings, folder=weights)
+            policy = run_images.load_trained_policy(
+                run, _settings_of_stored_weights(settings), folder=weights
+            )
             save_trained_weights(policy, weights_folder)
         if settings.lora_rank:
             _export_adapter(

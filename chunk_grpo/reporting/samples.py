@@ -161,6 +161,7 @@ def _write_samples(
     run: Path,  # a run's folder
     weights: Path,  # folder of the weights: named final, or by the iteration of a checkpoint
     settings: setting.Settings,  # the evaluation's settings
+    log: Callable[[str], None],  # called with a warning if the contact sheet cannot be drawn
 ) -> None:
     """Write samples.json, which records how each image was made, and contact-sheet.png into a folder."""
     records = []
@@ -181,7 +182,11 @@ def _write_samples(
         "images": records,
     }
     write_json(folder / "samples.json", content)
-    (folder / "contact-sheet.png").write_bytes(_draw_contact_sheet(images))
+    # The sheet is a convenience, and hours of images would be lost with it.
+    try:
+        (folder / "contact-sheet.png").write_bytes(_draw_contact_sheet(images))
+    except Exception as error:
+        log(f"warning: no contact sheet was drawn: {type(error).__name__}: {error}")
 
 
 @check_arguments(
@@ -260,7 +265,14 @@ def sample_run(
                 log(f"samples: {progress}")
                 last_report = now
         if folder:
-            _write_samples(folder, images, run=run, weights=weights, settings=settings)
+            _write_samples(
+                folder=folder,
+                images=images,
+                run=run,
+                weights=weights,
+                settings=settings,
+                log=log,
+            )
     return images
 
 # %% ../../nbs/12_reporting/04_samples.ipynb #ff1c5e50
