@@ -261,7 +261,11 @@ def _open_lock(
     """Open and lock a file that its last owner removes."""
     while True:
         make_folders(file.parent)
-        with open(file, "ab") as handle:
+        try:
+            opened = open(file, "ab")
+        except FileNotFoundError:  # another evaluation has just removed the folder
+            continue
+        with opened as handle:
             if not try_lock(handle):
                 yield None
                 return
@@ -291,7 +295,8 @@ def evaluation_lock(
             yield
         finally:
             lock.unlink(missing_ok=True)
-            if not any(lock.parent.iterdir()):
+            # Another evaluation of the run may hold a lock in the folder, or may have removed it.
+            with contextlib.suppress(OSError):
                 lock.parent.rmdir()
 
 

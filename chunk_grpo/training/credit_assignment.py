@@ -18,6 +18,7 @@ from torch import Tensor
 from .. import InputError
 from ..core import machine
 from ..theory import credit, sharing
+from ..theory.sampler import Sampler
 from ..models.policy import decode_latents
 from ..reward_serving.client import RewardUnavailable
 from ..rewards.rewards import extra_inputs, score_images
@@ -251,25 +252,18 @@ def _apply_to_all_groups(
     return result[start:][: len(first)]
 
 
-def compute_advantages(
+def _local_advantages(
     state: TrainingState,
-    context: ReplayContext,  # trajectories of this iteration
-    scores: dict[str, Tensor],  # raw scores of the images, (B,) each, keyed by reward
-    combined_scores: Tensor,  # (P, G) combined rewards of this process's groups, of `combine_rewards`
-) -> Tensor:  # (B,), or (B, T) of every transition
-    """Compute the advantages of this process's images, chunks or tree edges, as the setting `credit_of` selects.
+    # raw scores of this process's images, (B, ...) each, keyed by reward
+    scores: dict[str, Tensor],
+) -> Tensor:  # (B, ...)
+    """Return the advantages of this process's images, which the method computes from the scores of all processes.
 
-    These are images with image, chunks with gain and all-gains, and edges with depth and leaves. Advantages of chunks
-    and edges are returned per transition. With several `completion_strides`, the advantages of an image are summed over
-    its completions and clamped again. Every process must call this function, because the comparison gets the scores
-    of all processes. Raises InputError if the method's `advantages` are malformed, and ScoringFailed if completions could
-    not be scored.
+    Every process must call this function. Raises InputError if the method's `advantages` are malformed.
     """
-    settings = state.settings
     method = state.method
-    sampler = context.trajectories.sampler
 
-    def advantages(gathered: dict[str, Tensor]) -> Tensor:
+    def compare(gathered: dict[str, Tensor]) -> Tensor:
         """Call the method's `advantages` on the scores of all groups, and check its result."""
         shape = next(iter(gathered.values())).shape
         # The metrics need the scores later, so the method gets copies.
@@ -287,44 +281,84 @@ def compute_advantages(
         )
         return returned
 
-    def local_advantages(raw_scores: dict[str, Tensor]) -> Tensor:
-        """Gather the scores of all processes, compute the advantages of all groups, and return those (B, ...) of this process."""
-        return _apply_to_all_groups(state, raw_scores, advantages)
+    return _apply_to_all_groups(state, scores, compare)
 
-    if settings.credit_of == "image":
-        advantages_per_stride = [local_advantages(scores)]
-        start = int(method.trainable_steps(sampler)[-1]) + 1
-        # The rollout itself is the first stride.
-        for stride in map(int, settings.completion_strides.split(",")[1:]):
-            levels = torch.tensor([*range(start, len(sampler), stride), len(sampler)])
-            stride_scores = _score_completions(state, context, levels)
-            advantages_per_stride.append(local_advantages(stride_scores))
-        if len(advantages_per_stride) == 1:
-            return advantages_per_stride[0]
-        limit = settings.advantage_clamp
-        return torch.stack(advantages_per_stride).sum(0).clamp(-limit, limit)
 
-    if settings.credit_of in ("depth", "leaves"):
-        states = sharing.label_shared_states(method.noise_owner, sampler.stochastic_steps)
-        edge_advantages = sharing.edge_advantages(
-            scores=combined_scores,
-            states=states,
-            rule=settings.credit_of,
-            clamp=settings.advantage_clamp,
-        )
-        return edge_advantages.flatten(0, 1)
+def _image_advantages(
+    state: TrainingState,
+    context: ReplayContext,  # trajectories of this iteration
+    scores: dict[str, Tensor],  # raw scores of the images, (B,) each, keyed by reward
+) -> Tensor:  # (B,)
+    """Compute an advantage per image; with several `completion_strides`, sum those of its completions and clamp the sum."""
+    settings = state.settings
+    sampler = context.trajectories.sampler
+    advantages_per_stride = [_local_advantages(state, scores)]
+    start = int(state.method.trainable_steps(sampler)[-1]) + 1
+    # The rollout itself is the first stride.
+    for stride in map(int, settings.completion_strides.split(",")[1:]):
+        levels = torch.tensor([*range(start, len(sampler), stride), len(sampler)])
+        stride_scores = _score_completions(state, context, levels)
+        advantages_per_stride.append(_local_advantages(state, stride_scores))
+    if len(advantages_per_stride) == 1:
+        return advantages_per_stride[0]
+    limit = settings.advantage_clamp
+    return torch.stack(advantages_per_stride).sum(0).clamp(-limit, limit)
 
-    # Compare the gains of each chunk among the images of a group, or all gains of a group with each other.
-    advantage = torch.zeros(combined_scores.numel(), len(sampler))
+
+def _edge_advantages(
+    state: TrainingState,
+    sampler: Sampler,  # of this iteration
+    combined_scores: Tensor,  # (P, G) combined rewards of this process's groups
+) -> Tensor:  # (B, T)
+    """Compute an advantage per edge of the trees that the images of a group share, for each transition of an image."""
+    states = sharing.label_shared_states(state.method.noise_owner, sampler.stochastic_steps)
+    edge_advantages = sharing.edge_advantages(
+        scores=combined_scores,
+        states=states,
+        rule=state.settings.credit_of,
+        clamp=state.settings.advantage_clamp,
+    )
+    return edge_advantages.flatten(0, 1)
+
+
+def _chunk_advantages(
+    state: TrainingState,
+    context: ReplayContext,  # trajectories of this iteration
+    scores: dict[str, Tensor],  # raw scores of the images, (B,) each, keyed by reward
+) -> Tensor:  # (B, T), 0 outside the chunks
+    """Compare the gains of each chunk among the images of a group, or all gains of a group with each other."""
     gains = chunk_gains(state, context, scores)
-    if settings.credit_of == "gain":
-        advantages_per_chunk = [local_advantages(gain) for _, gain in gains]
+    if state.settings.credit_of == "gain":
+        advantages_per_chunk = [_local_advantages(state, gain) for _, gain in gains]
     else:
         stacked = {name: torch.stack([gain[name] for _, gain in gains], 1) for name in scores}
-        advantages_per_chunk = local_advantages(stacked).T
+        advantages_per_chunk = _local_advantages(state, stacked).T
+    image_count = len(next(iter(scores.values())))
+    advantage = torch.zeros(image_count, len(context.trajectories.sampler))
     for (steps, _), chunk_advantage in zip(gains, advantages_per_chunk, strict=True):
         advantage[:, steps] = chunk_advantage[:, None]
     return advantage
+
+
+def compute_advantages(
+    state: TrainingState,
+    context: ReplayContext,  # trajectories of this iteration
+    scores: dict[str, Tensor],  # raw scores of the images, (B,) each, keyed by reward
+    combined_scores: Tensor,  # (P, G) combined rewards of this process's groups, of `combine_rewards`
+) -> Tensor:  # (B,), or (B, T) of every transition
+    """Compute the advantages of this process's images, chunks or tree edges, as the setting `credit_of` selects.
+
+    These are images with image, chunks with gain and all-gains, and edges with depth and leaves. Advantages of chunks
+    and edges are returned per transition. With several `completion_strides`, the advantages of an image are summed over
+    its completions and clamped again. Every process must call this function, because the comparison gets the scores
+    of all processes. Raises InputError if the method's `advantages` are malformed, and ScoringFailed if completions could
+    not be scored.
+    """
+    if state.settings.credit_of == "image":
+        return _image_advantages(state, context, scores)
+    if state.settings.credit_of in ("depth", "leaves"):
+        return _edge_advantages(state, context.trajectories.sampler, combined_scores)
+    return _chunk_advantages(state, context, scores)
 
 # %% ../../nbs/07_training/10_credit_assignment.ipynb #5e7ffbd7
 def select_anchored_images(
