@@ -10,6 +10,7 @@ from bit_identity import iteration_tensors, relative_difference
 from safetensors.torch import load_file, save_file
 
 from chunk_grpo.core import settings
+from chunk_grpo.models import trainable
 from chunk_grpo.training import resuming, trainer
 from chunk_grpo.training.state import load_policy_and_optimizer, prepare_state
 
@@ -129,3 +130,16 @@ def test_the_same_checkpoint_is_written_after_a_resume_as_without(home, tmp_path
     for files in sums:
         files.pop("state.json")  # it holds seconds
     assert sums[0] == sums[1]
+
+
+def test_shards_begin_with_all_digits_of_the_model():
+    """The pocket model's files are float32, so bfloat16 in the forward passes must not round its weights."""
+    options = {"resolution": 64, "max_tokens": 12, "dtype": "bfloat16"}
+    whole = trainable.load_trainable_policy("pocket", **options)
+    try:
+        sharded = trainable.load_trainable_policy("pocket", sharding="fsdp", **options)
+        for expected, shard in zip(whole.trained, sharded.trained, strict=True):
+            assert torch.equal(trainable.full_tensor(shard), expected)
+    finally:
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()

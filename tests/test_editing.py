@@ -279,7 +279,7 @@ def test_a_plan_counts_the_longer_sequence(home):
     )
     said = inputs.describe_prompts(guided.prompts, "prompts", guided.model)
     assert said.endswith(
-        "1 of them repeated; each edits an image, 4 of them cropped to their middle square"
+        "1 of them repeated; each edits an image, cropped to the shape of the generated one, 4 of them not square"
     )
 
 

@@ -1,6 +1,7 @@
 """Every family is its pipeline: the same embeddings, noise, velocity, images; and it trains, is saved and switched."""
 
 import json
+import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -15,7 +16,7 @@ from chunk_grpo import InputError
 from chunk_grpo.core.settings import Settings
 from chunk_grpo.models import policy, trainable
 from chunk_grpo.models.families import latents_to_tokens
-from chunk_grpo.models.inputs import ImagePrompt, open_source_image
+from chunk_grpo.models.inputs import ImagePrompt, check_components, open_source_image
 from chunk_grpo.theory.chunks import chunks_from_setting
 from chunk_grpo.theory.sampler import Sampler
 from chunk_grpo.training.chunk_sampling import sample_chunks
@@ -191,6 +192,22 @@ def test_encode_gives_the_pipelines_embeddings(family):
         assert mask[0].sum() < mask[1].sum()
     alone = model.encode(prompts_of(model, [PROMPTS[0], "two dogs"]))
     assert {k: v.shape for k, v in alone.items()} == {k: v.shape for k, v in rows.items()}
+
+
+def test_stable_diffusion_without_t5_encodes_with_its_other_encoders(tmp_path):
+    """diffusers writes null for an encoder that was left out, and takes zeros for its states."""
+    folder = tiny_families.build("sd3", tmp_path / "sd3")
+    whole = load(folder).encode(PROMPTS)
+    index = json.loads((folder / "model_index.json").read_text())
+    for component in ("text_encoder_3", "tokenizer_3"):
+        index[component] = [None, None]
+        shutil.rmtree(folder / component)
+    (folder / "model_index.json").write_text(json.dumps(index))
+    check_components(folder)
+    rows = load(folder).encode(PROMPTS)
+    torch.testing.assert_close(rows["pooled_prompt_embeds"], whole["pooled_prompt_embeds"])
+    assert rows["prompt_embeds"].shape == whole["prompt_embeds"].shape
+    assert not rows["prompt_embeds"][:, -TOKENS:].any()
 
 
 def test_noise_is_the_pipelines(pair):

@@ -41,7 +41,14 @@ def test_the_sampled_prompt_quotes_the_text_whatever_column_holds_it():
     """In a table the column may be `Prompt`, or another than `prompt`, which the image does not show."""
     prompt = 'a sign that says "OPEN"'
     reward = Shouted()
-    for record in ({"Prompt": prompt}, {"prompt": 'a "cat"', "long": prompt}, {"prompt": "a cat"}):
+    records = (
+        {"Prompt": prompt},
+        {"prompt": 'a "cat"', "long": prompt},
+        {"prompt": "a cat"},
+        {"prompt": prompt, "target": None},  # a column that other rows fill
+        {"prompt": prompt, "target": ""},
+    )
+    for record in records:
         for check in (rewards._find_rejected_prompt, server.find_rejected_prompt):
             assert check(reward, [prompt], [record]) is None
         assert reward([sign("OPEN")], [prompt], [record]) == [1.0]

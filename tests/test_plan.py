@@ -604,9 +604,9 @@ def test_a_run_has_as_many_processes_as_pay_or_as_it_had(
     assert seen["n"] == wanted
 
 
-@pytest.mark.parametrize("gpus, wanted", [(8, 8), (1, 1)])
+@pytest.mark.parametrize("gpus, wanted", [(8, 8), (4, 4), (3, 2), (1, 1)])
 def test_a_preset_carries_its_processes(gpus, wanted, monkeypatch, tmp_path):
-    """To `train` where the machine has as many devices; to `plan` always, unless a number is given."""
+    """To `train` up to the number of devices; to `plan` always, unless a number is given."""
     mine = tmp_path / "mine.yaml"
     mine.write_text("like: machines/8x80gb-full-flux1-dev\nprompts: mine.txt\n")
     monkeypatch.setattr(
@@ -616,11 +616,11 @@ def test_a_preset_carries_its_processes(gpus, wanted, monkeypatch, tmp_path):
     assert choose_process_count(run_settings, "machines/8x80gb-full-flux1-dev") == wanted
     assert choose_process_count(run_settings, "paper/chunk") == 1
     assert choose_process_count(run_settings, str(mine)) == wanted
-    # With prompts that eight processes cannot share, `train` uses one, and so does `plan`.
+    # With prompts that eight processes cannot share, `train` and `plan` use as many as can share them.
     mine.write_text("like: machines/8x80gb-full-flux1-dev\nprompts_per_iteration: 4\n")
-    assert choose_process_count(settings.load_settings(mine), str(mine)) == 1
+    assert choose_process_count(settings.load_settings(mine), str(mine)) == min(wanted, 4)
     said = CliRunner().invoke(main.app, ["plan", str(mine), "--device", "h100"]).output
-    assert ", 1 process\n" in said
+    assert ", 4 processes" in said
     said = CliRunner().invoke(main.app, ["plan", "paper/eight-gpu-full", "--device", "h100"]).output
     assert ", 8 processes" in said
 
@@ -827,3 +827,24 @@ def test_sharding_is_not_offered_for_several_sizes():
     assert plan._merge_savings(several, [{"vae_tiling": True}], 8) == {"vae_tiling": True}
     one = settings.load_settings("paper/chunk")
     assert plan._merge_savings(one, [{"sharding": "fsdp"}], 8)
+
+
+def test_a_reward_elsewhere_keeps_only_the_options_of_its_requests():
+    """The run rejects options of a model that it does not load."""
+    preset = settings.load_settings("machines/24gb-lora-sd35-medium")
+    assert "dtype" in preset.reward_options["pickscore"]
+    elsewhere = plan._reward_options_with_urls(preset)
+    assert elsewhere == {"pickscore": {"url": "http://HOST:PORT"}}
+
+
+def test_memory_of_a_reward_follows_its_number_format():
+    config = find_model_config("black-forest-labs/FLUX.1-dev")
+
+    def reward_bytes(**options) -> int:
+        run_settings = settings.load_settings(
+            "machines/80gb-lora-flux1-dev",
+            {"reward": "hpsv3", "eval_rewards": [], "reward_options": {"hpsv3": options}},
+        )
+        return peak_memory(run_settings, config)[1]["rewards"]
+
+    assert reward_bytes(dtype="float32") == 2 * reward_bytes() == 2 * reward_bytes(dtype="float16")

@@ -703,7 +703,9 @@ def test_a_client_that_leaves_makes_no_noise_and_gives_its_place_back(capfd):
     assert "Traceback" not in capfd.readouterr().err
 
 
-def test_a_full_queue_is_tried_again_later():
+def test_a_full_queue_is_tried_again_later(monkeypatch):
+    """The server asks for a pause, which this test does not keep."""
+    monkeypatch.setattr(client, "read_retry_after", lambda headers: 0)
     begun = threading.Event()
     free = threading.Event()
 
@@ -726,6 +728,7 @@ def test_a_full_queue_is_tried_again_later():
             client.RewardUnavailable, match="status 503, 2 requests are already waiting"
         ):
             ask(IMAGES[:1], PROMPTS[:1])
+        assert post(url).headers["Retry-After"] == "30"
         patient = pool.submit(
             client.load_remote_reward(url, retries=8, pause=0.05), IMAGES[:1], PROMPTS[:1]
         )

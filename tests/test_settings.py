@@ -520,3 +520,18 @@ def test_all_presets_load():
         assert settings.load_settings(name) == settings.load_settings(
             ROOT / "runs" / f"{name}.yaml"
         )
+
+
+def test_the_settings_of_a_run_keep_their_emoji(tmp_path):
+    """JSON writes them as two escapes, which YAML would read as two halves."""
+    written = settings.load_settings("pocket/tiny", {"prompts": "a \U0001f600.txt"})
+    content = {"settings": written.model_dump(mode="json")}
+    (tmp_path / "run.json").write_text(json.dumps(content))
+    assert settings.load_settings(tmp_path / "run.json").prompts == "a \U0001f600.txt"
+
+
+@pytest.mark.parametrize("options", [None, {}])
+def test_empty_options_of_a_reward_count_as_none(options):
+    written = {"name": "clip", "dtype": "bfloat16"}
+    read = settings.load_settings({"reward": written, "reward_options": {"clip": options}})
+    assert read.reward_options == {"clip": {"dtype": "bfloat16"}}

@@ -93,7 +93,11 @@ def plan(
         estimate_plan,
         row_json_key,
     )
-    from chunk_grpo.planning.processes import choose_process_count, find_preset_process_count
+    from chunk_grpo.planning.processes import (
+        choose_process_count,
+        find_preset_process_count,
+        largest_process_count,
+    )
     from chunk_grpo.pocket import POCKET_MODELS
     from chunk_grpo.training.method_loading import call_hook, load_method
 
@@ -127,8 +131,10 @@ def plan(
 
     # The preset's number of processes, or the fastest number on this machine; one for a named device.
     if processes is None:
-        processes = find_preset_process_count(source)
-        if not processes or run_settings.prompts_per_iteration % processes:
+        preset_processes = find_preset_process_count(source)
+        if preset_processes:
+            processes = largest_process_count(run_settings, preset_processes)
+        else:
             references = len(method.reference_decays)
             processes = 1 if device else choose_process_count(run_settings, None, references)
 

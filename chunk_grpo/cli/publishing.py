@@ -97,7 +97,9 @@ def sample(
         str(prompts), "--prompts", settings.model, settings.family, negative_prompts=False
     )
     model_folder = inputs.fetch_model(settings.model)
-    unknown = inputs.find_unknown_words(model_folder, texts)
+    # A family of your own may encode prompts without this component.
+    has_tokenizer = (model_folder / "tokenizer").is_dir()
+    unknown = inputs.find_unknown_words(model_folder, texts) if has_tokenizer else []
     if unknown:
         typer.echo(
             f"warning: the model does not know the word {', '.join(unknown)}; it draws the rest of the prompt",

@@ -8,7 +8,7 @@ __all__ = ['Count', 'LOCK_PATIENCE', 'sync_to_disk', 'sync_tree', 'make_folders'
            'check_regular_file', 'check_writable', 'RunInfo', 'MetricsLine', 'RunProfile', 'CheckpointState',
            'EvaluationSummary', 'ImageScores', 'EvaluationPart', 'describe_schema_violation', 'write_json', 'read_json',
            'append_json_line', 'read_json_lines', 'drop_partial_line', 'has_outdated_final_weights', 'lock_log',
-           'hash_file', 'hash_files']
+           'hub_errors', 'hash_file', 'hash_files']
 
 # %% ../../nbs/02_core/01_files.ipynb #af11b083
 import contextlib
@@ -627,6 +627,14 @@ def lock_log(
         raise InputError(
             f"`out` must be a folder that can be written to; {log}: {error.strerror}"
         ) from None
+
+# %% ../../nbs/02_core/01_files.ipynb #hub-errors
+def hub_errors() -> tuple[type[Exception], ...]:
+    """Return the classes of the errors that calls of the hub's client raise, among them those of its HTTP library."""
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    # The base class of the HTTP library's errors is one of these bases.
+    return (*HfHubHTTPError.__bases__, HFValidationError, LocalEntryNotFoundError, OSError)
 
 # %% ../../nbs/02_core/01_files.ipynb #files-sums
 def hash_file(file: Path) -> str:  # in hex

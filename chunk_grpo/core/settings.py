@@ -31,6 +31,7 @@ from pydantic import (
 import chunk_grpo
 from .. import InputError
 from ..arguments import check_arguments
+from .files import read_json
 from chunk_grpo.core.validation import (
     Names,
     dump_yaml,
@@ -1769,7 +1770,10 @@ def read_settings_file(source: str | Path) -> dict:  # setting -> value
     another preset.
     """
     path = find_settings_file(source)
-    values = read_yaml_file(path, "the settings file")
+    # YAML reads the escapes of JSON for characters such as emoji as two halves.
+    values = (
+        read_json(path) if path.name == "run.json" else read_yaml_file(path, "the settings file")
+    )
     if path.name == "run.json" and isinstance(values.get("settings"), dict):
         recorded, _ = load_recorded_settings(values["settings"])
         return recorded.model_dump()
@@ -1804,9 +1808,12 @@ def _split_reward_options(values: dict) -> dict:  # setting -> value
     if not isinstance(all_options, dict):
         return values
     name = reward["name"]
+    own_options = all_options.get(name) or {}
+    if not isinstance(own_options, dict):
+        return values
     options = {key: value for key, value in reward.items() if key != "name"}
     if options:
-        all_options = {**all_options, name: {**all_options.get(name, {}), **options}}
+        all_options = {**all_options, name: {**own_options, **options}}
     return {**values, "reward": name, "reward_options": all_options}
 
 

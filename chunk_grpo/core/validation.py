@@ -229,15 +229,16 @@ class _StrictLoader(yaml.SafeLoader):
 def parse_yaml(
     text: str,  # YAML text
     description: str,  # what the error message calls the text, such as "the file mine.yaml"
+    max_length: int | None = _LONGEST_YAML,  # largest number of characters; None: any
 ) -> Any:
     """Parse YAML and return its value, which is None for an empty text.
 
-    Raises InputError if the text is not valid YAML, has more than 200,000 characters, or has aliases, tags, repeated keys
-    or more than 20 levels of nesting.
+    Raises InputError if the text is not valid YAML, has more than `max_length` characters, or has aliases, tags, repeated
+    keys or more than 20 levels of nesting.
     """
-    if len(text) > _LONGEST_YAML:
+    if max_length is not None and len(text) > max_length:
         raise InputError(
-            f"{description} must have at most {_LONGEST_YAML} characters; got {len(text)}"
+            f"{description} must have at most {max_length} characters; got {len(text)}"
         )
     try:
         return yaml.load(text, Loader=_StrictLoader)  # a SafeLoader

@@ -25,7 +25,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from .. import InputError
-from ..core.files import atomic_write, has_outdated_final_weights, read_json
+from ..core.files import atomic_write, has_outdated_final_weights, hub_errors, read_json
 from chunk_grpo.models.inputs import (
     check_pipeline_folder,
     check_regular_files,
@@ -60,17 +60,16 @@ def _download_adapter(
 ) -> Path:
     """Download an adapter's file from the hub and return its path; raise InputError if that fails."""
     from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     repository, _, file = source.partition(":")
     try:
         adapter = Path(hf_hub_download(repository, file or _DIFFUSERS_FILE))
         # Peft writes the scale to a second file; other layouts have none.
         folder = PurePosixPath(file).parent
-        with contextlib.suppress(HfHubHTTPError, LocalEntryNotFoundError, OSError):
+        with contextlib.suppress(*hub_errors()):
             hf_hub_download(repository, (folder / _PEFT_CONFIG_FILE).as_posix())
         return adapter
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+    except hub_errors() as error:
         reason = str(error).strip().splitlines()[0]
         raise InputError(
             f"`lora_start` must be a run, a folder, a .safetensors file, or a hub id such as owner/name or "

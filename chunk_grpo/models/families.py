@@ -240,7 +240,10 @@ class SD3Policy(Policy):
         pipe: Any,  # a StableDiffusion3Pipeline
         prompts: list[str],  # P of them
     ) -> dict[str, Tensor]:  # prompt_embeds (P, 77 + max_tokens, D), pooled_prompt_embeds (P, E)
-        """Encode prompts into the states of CLIP and T5, and CLIP's pooled state."""
+        """Encode prompts into the states of CLIP and T5, and CLIP's pooled state; without T5, its states are zeros."""
+        # Without T5, the pipeline reads the width of the zeros from its transformer's configuration.
+        if pipe.text_encoder_3 is None:
+            pipe.transformer = self.transformer
         options = {"do_classifier_free_guidance": False, "max_sequence_length": self.max_tokens}
         embeds, _, pooled, _ = pipe.encode_prompt(prompts, None, None, **options)
         return {"prompt_embeds": embeds, "pooled_prompt_embeds": pooled}
@@ -409,17 +412,21 @@ class QwenImagePolicy(Policy):
     ) -> Tensor:  # (B, S, C)
         """Run the transformer once and return the velocity of each image's latents.
 
-        Padding beyond the longest prompt in the batch is left out.
+        Padding beyond the longest prompt in the batch is left out. With compiled blocks, which are compiled again for each
+        length, the length is rounded up to a multiple of 64, and the mask is always passed.
         """
         longest = int(rows["prompt_embeds_mask"].sum(1).max())
+        if self.compiled:
+            longest = min(-(-longest // 64) * 64, rows["prompt_embeds_mask"].shape[1])
         states = rows["prompt_embeds"][:, :longest]
         mask = rows["prompt_embeds_mask"][:, :longest]
+        needs_mask = self.compiled or not bool(mask.all())
         return self.module(
             hidden_states=latents,
             timestep=sigma,
             encoder_hidden_states=states,
             return_dict=False,
-            encoder_hidden_states_mask=None if mask.all() else mask,
+            encoder_hidden_states_mask=mask if needs_mask else None,
             img_shapes=[self.image_shapes] * len(latents),
         )[0]
 

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['MODEL_FILES', 'IGNORED_MODEL_FILES', 'MODEL_FOLDERS', 'FAMILIES', 'SCHEDULER', 'fetch_model', 'hash_model_files',
-           'check_regular_files', 'read_tensor_shapes', 'read_model_json', 'check_noise_levels', 'check_scheduler',
-           'check_family_matches_pipeline', 'check_pipeline_folder', 'import_class', 'import_family',
+           'check_regular_files', 'read_tensor_dtypes', 'read_tensor_shapes', 'read_model_json', 'check_noise_levels',
+           'check_scheduler', 'check_family_matches_pipeline', 'check_pipeline_folder', 'import_class', 'import_family',
            'build_meta_network', 'check_network_weights', 'find_unknown_words', 'check_components',
            'split_prompt_column', 'is_prompt_list', 'find_prompt_column', 'read_prompt_records', 'read_prompts',
            'read_prompts_with_records', 'hash_records', 'ImagePrompt', 'open_source_image', 'find_editing_pipeline',
@@ -41,7 +41,7 @@ import chunk_grpo
 from .. import InputError
 from ..arguments import check_arguments, values_where
 from ..arguments import path_argument
-from ..core.files import atomic_write, check_regular_file, hash_file
+from ..core.files import atomic_write, check_regular_file, hash_file, hub_errors
 from chunk_grpo.core.settings import (
     Settings,
     format_resolution,
@@ -101,15 +101,14 @@ def fetch_model(
             "folder, or a hub id."
         )
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
+    patterns = {"allow_patterns": MODEL_FILES, "ignore_patterns": IGNORED_MODEL_FILES}
     try:
-        return Path(
-            snapshot_download(
-                model, allow_patterns=MODEL_FILES, ignore_patterns=IGNORED_MODEL_FILES
-            )
-        )
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        return Path(snapshot_download(model, **patterns))
+    except hub_errors() as error:
+        # A broken proxy must not hide a model that is already on this machine.
+        with contextlib.suppress(*hub_errors()):
+            return Path(snapshot_download(model, local_files_only=True, **patterns))
         reason = str(error).strip().splitlines()[0]
         raise InputError(
             f"model: {model!r} is neither a folder nor a hub id that can be reached ({reason})."
@@ -155,6 +154,26 @@ def check_regular_files(
             raise InputError(
                 f"`{field}` must name regular files; got {file}, which is a pipe, a socket or a device"
             ) from None
+
+
+def read_tensor_dtypes(
+    folder: Path,  # a pipeline's folder
+    subfolder: str,  # its sub-folder, such as transformer
+) -> set[str]:  # names as safetensors writes them, such as {"BF16"}
+    """Read the number formats of the tensors in a sub-folder, without reading the tensors themselves.
+
+    Raises InputError with the name of a damaged file.
+    """
+    from safetensors import SafetensorError, safe_open  # imports torch
+
+    dtypes = set()
+    for file in sorted((Path(folder) / subfolder).glob("*.safetensors")):
+        try:
+            with safe_open(file, framework="pt") as handle:
+                dtypes |= {handle.get_slice(name).get_dtype() for name in handle.keys()}
+        except (SafetensorError, OSError) as error:
+            raise InputError(f"model: {file} is damaged and cannot be read ({error}).") from None
+    return dtypes
 
 
 def read_tensor_shapes(
@@ -680,7 +699,8 @@ def check_components(
     policy_class = import_family(family or index["_class_name"])
     signature = inspect.signature(import_class(policy_class.pipeline))
     needed = sorted(p.name for p in signature.parameters.values() if p.default is p.empty)
-    if missing := [component for component in needed if component not in components]:
+    # A component that the index sets to null was left out on purpose, such as the T5 encoder of Stable Diffusion 3.
+    if missing := [component for component in needed if component not in index]:
         raise InputError(
             f"model: {folder}/model_index.json must name {', '.join(needed)}; "
             f"{missing[0]} is missing."
@@ -771,6 +791,7 @@ def _read_table(
     header = next((line for line in lines if line.strip()), "")
     # In a table with tabs, quotes enclose fields as in CSV only if they do so in the header.
     if delimiter == "," or re.fullmatch(r'"[^"]*"(\t"[^"]*")*', header):
+        csv.field_size_limit(max(csv.field_size_limit(), len(text)))  # a column may hold long texts
         reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
         start = 1
         try:
@@ -1128,7 +1149,7 @@ def _parse_records(
     if extension == ".json":
         return _number_entries(json.loads(text, object_pairs_hook=_build_record))
     if extension in (".yaml", ".yml"):
-        return _number_entries(parse_yaml(text, "it"))
+        return _number_entries(parse_yaml(text, "it", max_length=None))
     return _read_lines(text)
 
 
@@ -1690,9 +1711,9 @@ def describe_prompts(
     plural = "s" if len(prompts) > 1 else ""
     line = f"{len(prompts):,} prompt{plural} from {source}, first {first}, {repeats}"
     if images := [prompt for prompt in prompts if isinstance(prompt, ImagePrompt)]:
-        cropped = sum(prompt.size[0] != prompt.size[1] for prompt in images)
-        shapes = f"{cropped:,} of them cropped to their middle square" if cropped else "all square"
-        line = f"{line}; each edits an image, {shapes}"
+        others = sum(prompt.size[0] != prompt.size[1] for prompt in images)
+        shapes = f"{others:,} of them not square" if others else "all square"
+        line = f"{line}; each edits an image, cropped to the shape of the generated one, {shapes}"
     negatives = read_negative_prompts(source, field, model, family)
     if negatives:
         line = f"{line}, {len(negatives):,} with a negative prompt"

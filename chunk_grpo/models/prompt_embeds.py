@@ -32,6 +32,7 @@ from chunk_grpo.models.inputs import (
     hash_model_files,
     import_class,
     prompt_identity,
+    read_model_json,
 )
 
 _RECENT_SECONDS = 7 * 24 * 3600  # a file used within this time is never removed
@@ -294,6 +295,9 @@ def lazy_prompt_encoder(
                 vae = policy.vae if policy.edits_images else None
                 dtype = encoder_dtype(policy.dtype)
                 parts = {"transformer": None, "vae": vae, "dtype": dtype}
+                # diffusers accepts components that the index sets to null only if they are passed as None.
+                index = read_model_json(policy.folder, "model_index.json")
+                parts |= {name: None for name, entry in index.items() if entry == [None, None]}
                 pipeline = import_class(policy.pipeline).from_pretrained(policy.folder, **parts)
                 pipe.append(pipeline.to(policy.device))
             return policy.embed(
@@ -319,6 +323,9 @@ def lazy_prompt_encoder(
         if pipe:
             pipe.clear()
             gc.collect()
+            # Other processes on this GPU, such as rewards, need the memory that torch would keep.
+            if policy.device.type == "cuda":
+                torch.cuda.empty_cache()
 
 # %% ../../nbs/03_models/01_prompt_embeds.ipynb #da7f0315
 def hash_encoders(policy: Any) -> str:  # sha256 in hex

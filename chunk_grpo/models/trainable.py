@@ -51,6 +51,7 @@ from chunk_grpo.models.inputs import (
     check_regular_files,
     import_family,
     import_class,
+    read_tensor_dtypes,
 )
 from .inputs import fetch_model, read_model_json
 from chunk_grpo.models.policy import (
@@ -64,6 +65,8 @@ from chunk_grpo.models.policy import (
 
 # how long processes wait for each other, since one of them may take long to encode prompts or to score
 PROCESS_TIMEOUT = timedelta(hours=2)
+# setting `dtype` -> the same number format in the header of a safetensors file
+_SAFETENSORS_DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 # type of device -> the environment variable that names the compiler, and the programs to look for
 _COMPILERS = {
     "cpu": ("CXX", "g++", "clang++"),
@@ -508,7 +511,7 @@ def load_trainable_policy(
     `make_trainable`, if this machine has no compiler or cannot use the attention backend, and if the arguments contradict
     each other.
     """
-    stored = dtype if lora_rank or sharding != "none" or sampling_only else "float32"
+    stored = dtype if lora_rank or sampling_only else "float32"
 
     # Check what can be checked before the weights are read.
     quantization = load_options.get("quantization", "none")
@@ -553,6 +556,12 @@ def load_trainable_policy(
         _, network = build_meta_transformer(fetch_model(model), family)
         find_lora_layers(network, tuple(lora_targets))
 
+    # Every process loads the whole model into host memory before it is sharded. Weights whose files have the number format
+    # `dtype` stay in it meanwhile; all others must not be rounded to it.
+    if sharding != "none" and stored != dtype:
+        file_dtypes = read_tensor_dtypes(fetch_model(model), "transformer")
+        if file_dtypes <= {_SAFETENSORS_DTYPES.get(dtype)}:
+            stored = dtype
     policy = load_policy(
         model,
         dtype=dtype,

@@ -182,7 +182,7 @@ class EvaluationFlops(NamedTuple):
     """The floating-point operations of a run's evaluations."""
 
     during_training: float  # operations of one evaluation during training
-    evaluations: int  # number of evaluations during training
+    evaluations: int  # number of evaluations during training, the first of which evaluates the base
     after_run: float  # operations of the evaluation after the run
 
 
@@ -212,7 +212,9 @@ def evaluation_flops(
         1 + (scale > 1)
     )
     arms = 1 + (0 < settings.hybrid_split < settings.eval_steps)
-    evaluations = 1 if not settings.eval_every else -(-settings.iterations // settings.eval_every)
+    evaluations = 2  # before the first iteration and after the last
+    if settings.eval_every:
+        evaluations = 1 + -(-settings.iterations // settings.eval_every)
     prompts = len(read_held_out_prompts(settings)) or 1
     images = prompts * settings.eval_images
     after_run = sum(

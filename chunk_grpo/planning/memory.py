@@ -132,8 +132,8 @@ def peak_memory(
     for name in {*reward_weights(settings), *evaluated_rewards(settings)} & set(REWARD_MODEL_SIZES):
         options = settings.reward_options.get(name, {})
         parameters, parameter_bytes = REWARD_MODEL_SIZES[name]
-        if options.get("dtype") in ("bfloat16", "float16"):
-            parameter_bytes = 2
+        if options.get("dtype") in TORCH_DTYPES:
+            parameter_bytes = TORCH_DTYPES[options["dtype"]].itemsize
         if not options.get("url") and options.get("device") != "cpu":
             parts["rewards"] += int(parameters * parameter_bytes)
     parts["decoding"] = max(
@@ -156,7 +156,8 @@ def host_memory(
 ) -> dict[str, int]:  # bytes, with the keys "weights while they load" and "trajectories"
     """Estimate the peak host memory of all processes on a host.
 
-    A base that stays in host memory (`sharding_offload`) needs no more memory than it did while it loaded.
+    A base that stays in host memory (`sharding_offload`) needs no more memory than it did while it loaded. If all weights
+    are sharded and trained, the estimate holds for files in the number format `dtype`; others are loaded in float32.
     """
     dtype = settings.dtype if settings.lora_rank or settings.sharding != "none" else "float32"
     loading = processes * model_sizes(config)["transformer"] * TORCH_DTYPES[dtype].itemsize

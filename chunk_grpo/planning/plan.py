@@ -56,6 +56,7 @@ from chunk_grpo.planning.devices import (
     iteration_seconds,
     phase_shares,
 )
+from ..reward_serving.client import RequestOptions
 from .disk import count_encoded_prompts, run_disk_bytes
 from chunk_grpo.planning.memory import (
     REWARD_MODEL_SIZES,
@@ -243,12 +244,19 @@ _HOST_MEMORY_SAVING = {"sharding": "fsdp", "sharding_offload": True}
 def _reward_options_with_urls(settings: Settings) -> dict[str, dict]:  # value of `reward_options`
     """Return the run's `reward_options`, with a placeholder URL for each reward model that takes memory on the device.
 
-    A reward model with a URL runs on a server, and takes no memory on the training device.
+    A reward model with a URL runs on a server, and takes no memory on the training device. Of its options, only those of
+    requests stay, since the others belong to the server.
     """
+    request_options = {*RequestOptions.model_fields, "token_variable"}
     names = {*reward_weights(settings), *evaluated_rewards(settings)} & set(REWARD_MODEL_SIZES)
     options = {name: dict(values) for name, values in settings.reward_options.items()}
     for name in sorted(names):
-        options[name] = options.get(name, {}) | {"url": "http://HOST:PORT"}
+        kept_options = {
+            option: value
+            for option, value in options.get(name, {}).items()
+            if option in request_options
+        }
+        options[name] = kept_options | {"url": "http://HOST:PORT"}
     return options
 
 

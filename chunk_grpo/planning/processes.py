@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['LARGEST_ON_CPU', 'choose_training_device', 'choose_image_device', 'machine_presets', 'find_preset_process_count',
-           'choose_process_count']
+           'largest_process_count', 'choose_process_count']
 
 # %% ../../nbs/06_planning/04_processes.ipynb #6401cbe7
 import warnings
@@ -112,6 +112,21 @@ _MIN_FORWARDS_TO_SPLIT = 10_000
 _PROCESS_BYTES = 1_000_000_000
 
 
+def largest_process_count(
+    settings: Settings,
+    most: int,  # upper limit, at least 1
+) -> int:
+    """Return the largest number of processes up to `most` among which the prompts and the sharding groups divide evenly.
+
+    It is 1 if there is none.
+    """
+    group = settings.sharding_group or 1
+    possible = [
+        n for n in range(1, most + 1) if settings.prompts_per_iteration % n == 0 and n % group == 0
+    ]
+    return max(possible, default=1)
+
+
 def choose_process_count(
     settings: Settings,
     source: str | None = None,  # preset or file from which the settings come; None: neither
@@ -119,19 +134,15 @@ def choose_process_count(
 ) -> int:
     """Choose the number of processes with which a run trains on this machine.
 
-    With GPUs, it is the number that the preset is made for if there are at least as many GPUs and the prompts divide
-    evenly among the processes; otherwise it is 1. Without a GPU, it is the largest number up to the number of cores that
-    divides the prompts, or 1 if the run is short, the sizes of the model are not known, memory is scarce, or at least half
-    of the cores would be idle.
+    With GPUs, it is the largest possible number (see `largest_process_count`) up to the number of GPUs and up to the
+    number that the preset is made for. Without a GPU, it is the largest
+    number up to the number of cores that divides the prompts, or 1 if the run is short, the sizes of the model are not
+    known, memory is scarce, or at least half of the cores would be idle.
     """
     info = machine.machine_info()
     preset_processes = find_preset_process_count(source) or 1
     if info["gpus"] and settings.device != "cpu":
-        is_possible = (
-            len(info["gpus"]) >= preset_processes
-            and settings.prompts_per_iteration % preset_processes == 0
-        )
-        return preset_processes if is_possible else 1
+        return largest_process_count(settings, min(preset_processes, len(info["gpus"])))
 
     # Without a GPU: the most processes that divide the prompts, if the run is long enough.
     most = max(n for n in range(1, info["cores"] + 1) if settings.prompts_per_iteration % n == 0)

@@ -11,7 +11,6 @@ import shutil
 from pathlib import Path
 from typing import Literal
 
-import httpx
 
 import chunk_grpo
 from .. import InputError
@@ -207,7 +206,6 @@ def check_hub_login(
     Also raises InputError if HF_HUB_OFFLINE is set. Connects to the hub.
     """
     from huggingface_hub import HfApi, constants
-    from huggingface_hub.errors import HfHubHTTPError
     from huggingface_hub.utils import LocalTokenNotFoundError
 
     _check_repository_name(repo_id, "push_to_hub")
@@ -223,7 +221,7 @@ def check_hub_login(
             "`push_to_hub` needs a login at the hub: run `hf auth login`, or set HF_TOKEN; "
             f"got {repo_id!r} without one"
         ) from None
-    except (HfHubHTTPError, httpx.HTTPError, OSError) as error:
+    except inputs.hub_errors() as error:
         raise InputError(
             f"`push_to_hub` must be a repository that can be reached with your login; {repo_id!r}: "
             f"{str(error).strip().splitlines()[0]}"
@@ -241,7 +239,6 @@ def push_to_hub(
     Raises InputError if the login, the connection or the hub fails; the folder stays as it is.
     """
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError
 
     check_hub_login(repo_id)
     api = HfApi()
@@ -252,7 +249,7 @@ def push_to_hub(
             folder_path=str(folder),
             commit_message=f"Upload weights trained with chunk-grpo {chunk_grpo.__version__}",
         )
-    except (HfHubHTTPError, httpx.HTTPError, OSError) as error:
+    except inputs.hub_errors() as error:
         raise InputError(
             f"`push_to_hub` must be a repository that the hub lets you write to; {repo_id!r}: "
             f"{str(error).strip().splitlines()[0]}; the export is complete in {folder}"

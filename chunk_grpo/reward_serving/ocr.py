@@ -21,12 +21,14 @@ def target_text(
     """Return the text that an image must show: the record's `target`, or else the first quoted text in the prompt.
 
     Quotes are double quotes, straight or curly. They are sought in `prompt`, because a table may hold the prompt in a column
-    of any name. Raises ValueError if there is neither, or if `target` is not a string, is empty, or contains only white
-    space.
+    of any name. A `target` that is null or empty counts as none. Raises ValueError if there is neither, or if `target` is
+    not a string or contains only white space.
     """
     sampled_prompt = prompt or str(record.get("prompt", ""))
     quoted = re.search(r'["\u201c]([^"\u201d]+)["\u201d]', sampled_prompt)
-    text = record.get("target", quoted[1] if quoted else "")
+    text = record.get("target")
+    if text is None or text == "":
+        text = quoted[1] if quoted else ""
     if not isinstance(text, str) or not normalize_text(text):
         raise ValueError(
             "the prompt's record must have a field `target` with the text that the image must show, or the prompt must "

@@ -162,14 +162,18 @@ def unpack_request(
 def import_loader(path: str) -> Callable:
     """Import the function or class that a path names: package.module:function or folder/file.py:function.
 
-    A file is executed anew at every call. Raises ValueError if the file is a pipe or a folder, or if it or the module
-    defines no such function or class. An error while importing is passed on.
+    A file is executed anew at every call, and may import modules from its folder, which is added to the end of the search
+    path. Raises ValueError if the file is a pipe or a folder, or if it or the module defines no such function or class. An
+    error while importing is passed on.
     """
     module, _, name = path.rpartition(":")
     if module.endswith(".py"):
         # Opening a pipe would wait forever for its writer.
         if os.path.exists(module) and not os.path.isfile(module):
             raise ValueError(f"reward: {module} must be a regular file")
+        folder = os.path.dirname(os.path.abspath(module))
+        if folder not in sys.path:
+            sys.path.append(folder)
         namespace = runpy.run_path(module)
     else:
         namespace = vars(importlib.import_module(module))
@@ -455,7 +459,11 @@ def create_scoring_app(
         too_many = len(request_bytes) > limits.waiting
         if too_many or sum(request_bytes) + size > 4 * limits.bytes:
             raise HTTPException(
-                503, f"{len(request_bytes)} requests are already waiting; try again later"
+                503,
+                f"{len(request_bytes)} requests are already waiting; try again later",
+                headers={
+                    "Retry-After": "30"
+                },  # a busy server must not end the runs that wait for it
             )
         request_bytes.append(size)
         try:

@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from .. import InputError
+from ..core.files import hub_errors
 from ..core.machine import disable_tf32
 from .images import Images
 
@@ -42,7 +43,7 @@ def fetch_hub_file(
         )
     try:
         return Path(hf_hub_download(str(source), file))
-    except (OSError, ValueError):  # all errors of the hub are one of these
+    except (*hub_errors(), ValueError):
         raise InputError(
             f"`{option}` must be a folder or a hub id such as {default!r}; got {str(source)!r}, which is not a "
             f"folder, and {file} of that hub id is neither in the hub's cache nor can it be downloaded (are you "

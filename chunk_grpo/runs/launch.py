@@ -54,6 +54,7 @@ from chunk_grpo.core.machine import (
     make_parent_death_hook,
     raise_on_sigterm,
 )
+from ..models.trainable import PROCESS_TIMEOUT
 from ..reward_serving.client import RewardUnavailable
 from chunk_grpo.runs.run_folder import (
     create_run,
@@ -330,7 +331,8 @@ def _launch_workers(
         rendezvous_options = {
             "rdzv_backend": "static",
             "rdzv_endpoint": rendezvous,
-            "rdzv_configs": {"rank": node_rank, "timeout": 600},
+            # The first machine downloads and hashes the model before it meets the others.
+            "rdzv_configs": {"rank": node_rank, "timeout": int(PROCESS_TIMEOUT.total_seconds())},
         }
     # The workers share the launcher's store. A separate store would need a second port, which another program might
     # take before the first worker listens on it. But a shared store keeps old keys when the workers restart.
