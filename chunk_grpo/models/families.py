@@ -173,6 +173,7 @@ class SD3Policy(Policy):
         "tokenizer_2",
         "tokenizer_3",
     )
+    optional_components = ("text_encoder_3", "tokenizer_3")
     known_configs = {
         f"stabilityai/stable-diffusion-3.5-{size}": ModelConfig(
             "StableDiffusion3Pipeline",

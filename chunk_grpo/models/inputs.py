@@ -699,8 +699,9 @@ def check_components(
     policy_class = import_family(family or index["_class_name"])
     signature = inspect.signature(import_class(policy_class.pipeline))
     needed = sorted(p.name for p in signature.parameters.values() if p.default is p.empty)
-    # A component that the index sets to null was left out on purpose, such as the T5 encoder of Stable Diffusion 3.
-    if missing := [component for component in needed if component not in index]:
+    # A pipeline may have been saved without these components.
+    absent = [c for c in policy_class.optional_components if index.get(c) == [None, None]]
+    if missing := [c for c in needed if c not in components and c not in absent]:
         raise InputError(
             f"model: {folder}/model_index.json must name {', '.join(needed)}; "
             f"{missing[0]} is missing."

@@ -284,6 +284,8 @@ class Family:
     network_classes: tuple[str, str]  # names of its transformer and VAE classes
     # sub-folders that determine the prompt embeddings
     text_folders: tuple[str, ...] = ("text_encoder", "tokenizer")
+    # components without which the pipeline can be saved and used, although its class requires them
+    optional_components: tuple[str, ...] = ()
     max_sequence_length: int = 512  # largest `max_tokens` that the pipeline allows
     patch: int = 2  # latent pixels per side of the square that one token of the transformer covers
     known_configs: dict[str, ModelConfig] = {}  # of published models, by hub id

@@ -324,7 +324,7 @@ def lazy_prompt_encoder(
             pipe.clear()
             gc.collect()
             # Other processes on this GPU, such as rewards, need the memory that torch would keep.
-            if policy.device.type == "cuda":
+            if torch.device(policy.device).type == "cuda":
                 torch.cuda.empty_cache()
 
 # %% ../../nbs/03_models/01_prompt_embeds.ipynb #da7f0315
