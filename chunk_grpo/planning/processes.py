@@ -114,15 +114,17 @@ _PROCESS_BYTES = 1_000_000_000
 
 def largest_process_count(
     settings: Settings,
-    most: int,  # upper limit, at least 1
+    max_processes: int,  # at least 1
 ) -> int:
-    """Return the largest number of processes up to `most` among which the prompts and the sharding groups divide evenly.
+    """Return the largest number of processes, up to a limit, among which the prompts and the sharding groups divide evenly.
 
     It is 1 if there is none.
     """
     group = settings.sharding_group or 1
     possible = [
-        n for n in range(1, most + 1) if settings.prompts_per_iteration % n == 0 and n % group == 0
+        n
+        for n in range(1, max_processes + 1)
+        if settings.prompts_per_iteration % n == 0 and n % group == 0
     ]
     return max(possible, default=1)
 
