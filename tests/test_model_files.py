@@ -42,7 +42,7 @@ def test_the_same_weights_are_fetched_once(monkeypatch, tmp_path):
     """Of a repository like SD3.5's neither half precision nor what other programs read, and all that a pipeline loads."""
     asked = {}
 
-    def fetch(model, allow_patterns, ignore_patterns):
+    def fetch(model, revision, allow_patterns, ignore_patterns):
         asked["files"] = {
             *filter_repo_objects(
                 SD35.split(), allow_patterns=allow_patterns, ignore_patterns=ignore_patterns

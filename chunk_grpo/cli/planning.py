@@ -84,6 +84,7 @@ def plan(
     # these here, since they import torch
     from chunk_grpo.models.activations import fit_update_batch
     from chunk_grpo.models.cost import find_model_config, known_model_configs
+    from chunk_grpo.models.inputs import split_revision
     from chunk_grpo.planning.counts import read_held_out_prompts
     from chunk_grpo.planning.devices import find_device, measure_matmul_rate
     from chunk_grpo.planning.plan import (
@@ -110,7 +111,7 @@ def plan(
                 f"`--run` needs SETTINGS before it: {run} names the code {settings.list_code_paths(run_settings)[0]}, "
                 "which is not what the run was trained with"
             )
-        if run_settings.model not in (*POCKET_MODELS, *known_model_configs()):
+        if split_revision(run_settings.model)[0] not in (*POCKET_MODELS, *known_model_configs()):
             reasons.insert(0, f"its model {run_settings.model!r} is not one that chunk-grpo knows")
         if reasons:
             raise InputError(

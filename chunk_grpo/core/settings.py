@@ -143,7 +143,7 @@ class _SamplingSettings(BaseModel):
         "black-forest-labs/FLUX.1-dev",
         "",
         _SETUP,
-        'Model: "pocket", a folder saved by diffusers, or an id on the Hugging Face hub.',
+        'Model: "pocket", a folder saved by diffusers, or an id on the Hugging Face hub, alone or as id@revision.',
     )
     family: str = setting(
         "",

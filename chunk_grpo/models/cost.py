@@ -34,6 +34,7 @@ from chunk_grpo.models.inputs import (
     import_class,
     fetch_model,
     read_model_json,
+    split_revision,
 )
 from .policy import TORCH_DTYPES, ModelConfig, Policy
 from ..pocket import POCKET_MODELS
@@ -82,7 +83,7 @@ def read_model_config(
 
 
 def find_model_config(
-    model: str,  # one of POCKET_MODELS such as pocket, a folder, or a hub id
+    model: str,  # as for `fetch_model`
     family: str = "",  # as for `read_model_config`
 ) -> ModelConfig | None:
     """Return the configurations of a model's networks, without downloading anything.
@@ -92,10 +93,11 @@ def find_model_config(
     """
     if model in POCKET_MODELS or Path(model).is_dir():
         return read_model_config(fetch_model(model), family)
+    repository, _ = split_revision(model)
     if family:
-        config = import_family(family).known_configs.get(model)
+        config = import_family(family).known_configs.get(repository)
         return config and replace(config, pipeline=family)
-    return known_model_configs().get(model)
+    return known_model_configs().get(repository)
 
 # %% ../../nbs/03_models/08_cost.ipynb #13b3ba86
 def build_meta_policy(

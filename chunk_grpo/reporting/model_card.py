@@ -27,9 +27,9 @@ SOURCE_FILE = "source.png"  # in an exported folder: the image that the card's p
 
 # %% ../../nbs/12_reporting/05_model_card.ipynb #65a9450d
 def is_hub_id(model: str) -> bool:
-    """Return True if `model` has the form NAME/REPOSITORY, and is neither a shipped model nor an existing path."""
+    """Return True if `model` has the form NAME/REPOSITORY or NAME/REPOSITORY@REVISION, and neither ships nor is a path."""
     return (
-        bool(re.fullmatch(r"[\w.-]+/[\w.-]+", model))
+        bool(re.fullmatch(r"[\w.-]+/[\w.-]+(@[\w./-]+)?", model))
         and model not in POCKET_MODELS
         and not Path(model).exists()
     )
@@ -104,7 +104,7 @@ def card_data(
 ) -> ModelCardData:
     """Return a card's metadata, which the hub reads from its header: base model, licence, library, pipeline tag and tags."""
     if base is None and is_hub_id(settings.model):
-        base = settings.model
+        base, _ = inputs.split_revision(settings.model)
     licence: dict[str, Any]
     if settings.model in POCKET_MODELS:
         licence = {"license": "apache-2.0"}
@@ -174,7 +174,8 @@ def model_card(
     it is named by a hub id. Raises InputError if the model or the prompts cannot be read.
     """
     is_final = weights.name == "final"
-    base = base_model or (settings.model if is_hub_id(settings.model) else None)
+    repository, revision = inputs.split_revision(settings.model)
+    base = base_model or (repository if is_hub_id(settings.model) else None)
     # The scores are those of the final weights, so a card of a checkpoint has none.
     summary = run_folder.read_evaluation_summary(run) if is_final else None
 
@@ -216,6 +217,7 @@ def model_card(
         hub=base is not None,
         pocket=settings.model in POCKET_MODELS,
         base=base or Path(settings.model).resolve().name,
+        revision=revision,
         done=_final_iteration(run, settings) if is_final else int(weights.name),
         hybrid="hybrid" in evaluating.ode_arms(settings),
         options=pipeline_options(settings, pipeline, negative_prompt),

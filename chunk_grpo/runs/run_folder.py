@@ -82,6 +82,8 @@ from chunk_grpo.models.inputs import (
     check_and_hash_inputs,
     find_changed_input,
     fingerprint_inputs,
+    pin_revision,
+    split_revision,
 )
 from ..models.prompt_embeds import open_prompt_cache, prompt_cache_folder
 
@@ -568,7 +570,7 @@ def _describe_untrusted(
     untrusted += [f"the code {code}" for code in list_code_paths(settings)]
     is_known_model = (
         "model" in changed
-        or settings.model in (*POCKET_MODELS, *known_model_configs())
+        or split_revision(settings.model)[0] in (*POCKET_MODELS, *known_model_configs())
         or Path(settings.model).is_dir()
     )
     if not is_known_model:
@@ -613,6 +615,16 @@ def holds_run(out: str | Path | None) -> bool:
     return (Path(out) / "run.json").is_file()
 
 
+def _with_recorded_revision(
+    settings: Settings,  # settings with which the run is resumed
+    recorded_model: str,  # the setting `model` that the run recorded
+) -> Settings:
+    """Return the settings with the commit that the run recorded, if they name the same hub id without a revision."""
+    if split_revision(recorded_model)[0] != settings.model:
+        return settings
+    return settings.model_copy(update={"model": recorded_model})
+
+
 def _read_run_to_resume(
     out: Path,  # the run folder
     settings: Settings,  # settings with which the run is resumed
@@ -621,7 +633,10 @@ def _read_run_to_resume(
     required = ("settings", "status", "model_sha256", "prompts_sha256")
     run_info = read_json(out / "run.json", RunInfo, required)
     previous_settings, _ = load_recorded_settings(run_info["settings"])
-    check_resume(make_inputs_absolute(previous_settings), settings)
+    check_resume(
+        make_inputs_absolute(previous_settings),
+        _with_recorded_revision(settings, previous_settings.model),
+    )
     done = (
         run_info["status"] == "finished"
         and settings.iterations <= previous_settings.iterations
@@ -726,7 +741,8 @@ def create_run(
 ) -> Path:  # the run folder
     """Create a run folder, or prepare an existing one to be resumed.
 
-    Only one process of a run may call it. It writes run.json with the status created, train.log (empty for a new run), a
+    Only one process of a run may call it. A new run records the commit of a model on the hub, as NAME/REPOSITORY@COMMIT, and
+    is resumed with this commit. The function writes run.json with the status created, train.log (empty for a new run), a
     list of packages and copies of the user's code, and records the run as the user's own. A finished run keeps its
     status unless `iterations` is raised or its final weights are lost. Raises InputError if the settings, the inputs, the
     machine or the folder do not allow it; in that case nothing is written. Warns if a run with checkpoints is resumed with
@@ -746,6 +762,8 @@ def create_run(
     if resume:
         # A damaged run.json is reported before a log is made.
         previous_info, done = _read_run_to_resume(out, settings)
+        recorded_model = previous_info["settings"].get("model", settings.model)
+        settings = _with_recorded_revision(settings, recorded_model)
     check_process_count(settings, processes)
     code = find_code(settings)
     if resume:
@@ -754,6 +772,8 @@ def create_run(
         _check_can_train(settings, out)
         _warn_of_raw_sum(settings)
     hashes = check_and_hash_inputs(settings)
+    if not resume:
+        settings = settings.model_copy(update={"model": pin_revision(settings.model)})
     start_adapter = None
     if settings.lora_start:
         from chunk_grpo.models import adapters  # imported here, since it imports diffusers

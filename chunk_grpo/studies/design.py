@@ -38,7 +38,7 @@ from chunk_grpo.core.validation import (
     validation_message,
 )
 from ..evaluation.evaluate import check_evaluation_changes
-from ..models.inputs import hash_inputs, hash_prompts, hash_records
+from ..models.inputs import hash_inputs, hash_prompts, hash_records, split_revision
 from ..training.method_loading import load_method
 
 # %% ../../nbs/13_studies/00_design.ipynb #30403af5
@@ -631,6 +631,7 @@ def comparable_settings(
     irrelevant = {*setting.RESUME_CHANGEABLE_FIELDS, "threads"}
     complete = _default_settings() | settings
     comparable = {name: value for name, value in complete.items() if name not in irrelevant}
+    comparable["model"], _ = split_revision(str(comparable["model"]))  # a run records the commit
     for name in ("model", "prompts", "eval_prompts"):
         comparable[name] = Path(str(comparable[name])).name
     return comparable

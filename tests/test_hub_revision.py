@@ -1,0 +1,101 @@
+"""A run of a model on the hub keeps the commit with which it began, whatever the owner pushes afterwards."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+from huggingface_hub import constants
+
+from chunk_grpo import InputError
+from chunk_grpo.core.settings import load_settings
+from chunk_grpo.models import inputs
+from chunk_grpo.models.cost import find_model_config
+from chunk_grpo.reporting.model_card import card_data, is_hub_id, model_card
+from chunk_grpo.runs import run_folder
+from chunk_grpo.studies.design import comparable_settings
+
+FIRST, SECOND = "a" * 40, "b" * 40
+
+
+@pytest.fixture
+def repository(tmp_path, monkeypatch):
+    """A cache of the hub that holds the first commit of someone/small; its folder is returned."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    folder = tmp_path / "hub/models--someone--small"
+    push(folder, FIRST, "first.txt")
+    return folder
+
+
+def push(folder: Path, commit: str, file: str) -> None:
+    """Add a commit to the cached repository, as the branch main; it differs from others by a file of the VAE's folder."""
+    snapshot = shutil.copytree(inputs.fetch_model("pocket"), folder / "snapshots" / commit)
+    (snapshot / "vae" / file).write_text("new")
+    (folder / "refs").mkdir(exist_ok=True)
+    (folder / "refs/main").write_text(commit)
+
+
+def test_a_run_is_resumed_with_the_commit_with_which_it_began(repository, tmp_path):
+    settings = load_settings("pocket/tiny", {"model": "someone/small"})
+    run = run_folder.create_run(settings, tmp_path / "run")
+    assert run_folder.read_run_settings(run).model == f"someone/small@{FIRST}"
+
+    push(repository, SECOND, "second.txt")
+    run_folder.create_run(settings, run, resume=True)
+    recorded = run_folder.read_run_settings(run)
+    assert recorded.model == f"someone/small@{FIRST}"
+    run_folder.create_run(recorded, run, resume=True)
+    run_folder.check_run_inputs(run, recorded)
+    assert inputs.fetch_model(recorded.model).name == FIRST
+
+    new = run_folder.create_run(settings, tmp_path / "new")
+    assert run_folder.read_run_settings(new).model == f"someone/small@{SECOND}"
+    other = load_settings(settings, {"model": f"someone/small@{SECOND}"})
+    with pytest.raises(InputError, match=f"`model` must stay .*{FIRST}"):
+        run_folder.create_run(other, run, resume=True)
+
+
+def test_an_older_run_without_a_commit_is_still_resumed(repository, tmp_path):
+    settings = load_settings("pocket/tiny", {"model": "someone/small"})
+    run = run_folder.create_run(settings, tmp_path / "run")
+    old = run_folder.read_run_info(run)["settings"] | {"model": "someone/small"}
+    run_folder.update_run_json(run, settings=old)
+    run_folder.create_run(settings, run, resume=True)
+    assert run_folder.read_run_settings(run).model == "someone/small"
+    push(repository, SECOND, "second.txt")
+    with pytest.raises(InputError, match="`model` must be the same"):
+        run_folder.create_run(settings, run, resume=True)
+
+
+def test_a_branch_becomes_its_commit_and_an_unknown_revision_is_named(repository, tmp_path):
+    assert inputs.pin_revision("someone/small@main") == f"someone/small@{FIRST}"
+    with pytest.raises(InputError, match="model: 'someone/small@v2' is neither a folder nor"):
+        inputs.fetch_model("someone/small@v2")
+    with pytest.raises(InputError, match="model: 'someone/small@' is neither a folder nor"):
+        inputs.fetch_model("someone/small@")
+    folder = tmp_path / "mine/small@2"
+    folder.mkdir(parents=True)
+    assert inputs.split_revision(str(folder)) == (str(folder), "")
+    assert inputs.pin_revision(str(folder)) == str(folder)
+
+
+@pytest.mark.parametrize("rank", [0, 4])
+def test_the_card_loads_the_commit_that_was_trained(repository, tmp_path, rank):
+    settings = load_settings("pocket/tiny", {"model": "someone/small", "lora_rank": rank})
+    run = run_folder.create_run(settings, tmp_path / "run")
+    settings = run_folder.read_run_settings(run)
+    assert is_hub_id(settings.model)
+    assert card_data(settings).base_model == "someone/small"
+    card = model_card(run, settings, run / "final", name="mine")
+    assert "https://huggingface.co/someone/small)" in card
+    assert f"Base model: someone/small at revision {FIRST}." in card
+    assert "base = 'someone/small'" in card
+    loads = [line for line in card.splitlines() if "from_pretrained(base" in line]
+    assert len(loads) == 1 and f"revision='{FIRST}')" in loads[0]
+
+
+def test_a_revision_changes_neither_the_sizes_nor_the_rows_of_a_study():
+    flux = "black-forest-labs/FLUX.1-dev"
+    assert find_model_config(f"{flux}@{FIRST}") == find_model_config(flux)
+    rows = [comparable_settings({"model": model}) for model in (flux, f"{flux}@{FIRST}")]
+    assert rows[0] == rows[1]
