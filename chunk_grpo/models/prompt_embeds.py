@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from .. import InputError
 from ..arguments import check_arguments
@@ -275,30 +275,72 @@ def encoder_dtype(dtype: torch.dtype) -> torch.dtype:  # dtype: of the transform
     return torch.bfloat16 if dtype == torch.float16 else dtype
 
 # %% ../../nbs/03_models/01_prompt_embeds.ipynb #d0337809
+# Memory for the activations of 64 prompts, of which the attention scores of T5 alone take 2.1 GB in bfloat16.
+_ACTIVATION_BYTES = 6e9
+
+
+def _fits_beside_transformer(
+    policy: Any,  # with `device` and `vae`
+    pipeline: Any,  # of diffusers, whose encoders are still on the CPU
+) -> bool:
+    """Return True if the encoders of a pipeline and their activations fit into the free memory of the policy's device."""
+    device = torch.device(policy.device)
+    if device.type != "cuda":
+        return True
+    networks = [part for part in pipeline.components.values() if isinstance(part, nn.Module)]
+    needed = _ACTIVATION_BYTES
+    for network in networks:
+        if network is not policy.vae:
+            needed += sum(parameter.nbytes for parameter in network.parameters())
+    free, _ = torch.cuda.mem_get_info(device)
+    # torch reserves memory that it has freed, and uses it again
+    free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return needed <= free
+
+
+def _load_encoders(
+    policy: Any,  # with folder, dtype, `vae`, `pipeline` and `edits_images`
+) -> Any:
+    """Load a pipeline of diffusers without its transformer, on the CPU."""
+    # The VAE encodes the images that prompts edit.
+    vae = policy.vae if policy.edits_images else None
+    parts = {"transformer": None, "vae": vae, "dtype": encoder_dtype(policy.dtype)}
+    # diffusers accepts components that the index sets to null only if they are passed as None.
+    index = read_model_json(policy.folder, "model_index.json")
+    parts |= {name: None for name, entry in index.items() if entry == [None, None]}
+    return import_class(policy.pipeline).from_pretrained(policy.folder, **parts)
+
+
 @contextlib.contextmanager
 def lazy_prompt_encoder(
-    policy: Any,  # with folder, dtype, device, `pipeline`, `edits_images` and `embed`
+    # with folder, dtype, device, `transformer`, `vae`, `sharded`, `pipeline`, `edits_images` and `embed`
+    policy: Any,
 ) -> Iterator[Callable[[list[str]], dict[str, Tensor]]]:
     """Yield a function that encodes a list of prompts as `policy.embed` does, into tensors with one row per prompt.
 
-    The function loads the encoders at its first call; they are freed when the context ends. The function raises
-    InputError if the model's encoders or tokenizers fail, but passes on errors such as a lack of memory.
+    The function loads the encoders at its first call; they are freed when the context ends. If the GPU has too little memory
+    for both, the transformer is in host memory meanwhile, unless it is sharded. The function raises InputError if the
+    model's encoders or tokenizers fail, but passes on errors such as a lack of memory.
     """
     pipe = []  # holds the pipeline once it is loaded
+    set_aside = False  # whether the transformer is in host memory
 
     @torch.no_grad()
     def encode(prompts: list[str]) -> dict[str, Tensor]:
         """Encode prompts into tensors, keyed by name, with one row per prompt."""
+        nonlocal set_aside
         try:
             if not pipe:
-                # The VAE encodes the images that prompts edit.
-                vae = policy.vae if policy.edits_images else None
-                dtype = encoder_dtype(policy.dtype)
-                parts = {"transformer": None, "vae": vae, "dtype": dtype}
-                # diffusers accepts components that the index sets to null only if they are passed as None.
-                index = read_model_json(policy.folder, "model_index.json")
-                parts |= {name: None for name, entry in index.items() if entry == [None, None]}
-                pipeline = import_class(policy.pipeline).from_pretrained(policy.folder, **parts)
+                pipeline = _load_encoders(policy)
+                if not _fits_beside_transformer(policy, pipeline) and not policy.sharded:
+                    print(
+                        "the text encoders do not fit into the GPU beside the transformer, which waits in host memory "
+                        "until the prompts are encoded",
+                        flush=True,
+                    )
+                    policy.transformer.to("cpu")
+                    torch.cuda.empty_cache()
+                    set_aside = True
                 pipe.append(pipeline.to(policy.device))
             return policy.embed(
                 pipe[0], list(prompts)
@@ -326,6 +368,8 @@ def lazy_prompt_encoder(
             # Other processes on this GPU, such as rewards, need the memory that torch would keep.
             if torch.device(policy.device).type == "cuda":
                 torch.cuda.empty_cache()
+        if set_aside:
+            policy.transformer.to(policy.device)
 
 # %% ../../nbs/03_models/01_prompt_embeds.ipynb #da7f0315
 def hash_encoders(policy: Any) -> str:  # sha256 in hex
