@@ -12,12 +12,12 @@ help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 22
 
 $(STAMP): settings.ini setup.py pyproject.toml constraints.txt
-	@if [ ! -x $(BIN)/python ]; then \
+	@if ! $(BIN)/python -m pip --version >/dev/null 2>&1; then \
 	  for python in python3.11 python3.12 python3.13 python3 none; do \
-	    $$python -c 'import sys, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && break; \
+	    $$python -c 'import sys, ensurepip; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null && break; \
 	  done; \
-	  if [ $$python = none ]; then echo "make: Python 3.11 or later with venv is needed; none was found" >&2; exit 1; fi; \
-	  echo "making .venv with $$($$python --version)"; $$python -m venv .venv; \
+	  if [ $$python = none ]; then echo "make: Python 3.11, 3.12 or 3.13 with venv is needed; none was found" >&2; exit 1; fi; \
+	  echo "making .venv with $$($$python --version)"; $$python -m venv --clear .venv; \
 	fi
 	@$(BIN)/python -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("torch") is None)' \
 	|| $(BIN)/python tools/install_note.py

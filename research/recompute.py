@@ -266,15 +266,15 @@ def holm(
 ) -> list[float | None]:
     """Adjust a family's p values by Holm's step-down method, and keep their order.
 
-    A contrast without a p was not tested: it gets no adjusted p, and does not count in the size
-    of the family either, so it does not make the others' correction stricter.
+    A contrast without a p was not tested yet: it gets no adjusted p, but counts in the size of the
+    family, since it was planned.
     """
     tested = [index for index, p in enumerate(p_values) if p is not None]
     tested.sort(key=lambda index: p_values[index])
     adjusted = [None] * len(p_values)
     largest = 0.0  # an adjusted p is never below that of a smaller p
     for rank, index in enumerate(tested):
-        remaining = len(tested) - rank
+        remaining = len(p_values) - rank
         largest = max(largest, min(1.0, remaining * p_values[index]))
         adjusted[index] = largest
     return adjusted
@@ -286,8 +286,8 @@ def contrast_rows(
 ) -> list[dict]:
     """Compute every contrast, arm minus other over common seeds, in the units of the gains.
 
-    A contrast with fewer than two common seeds has neither an interval nor p, and Holm's
-    correction of its family does not count it.
+    A contrast with fewer than two common seeds has neither an interval nor p, but Holm's
+    correction of its family counts it.
     """
     results = []
     for family, pairs in families.items():

@@ -223,8 +223,8 @@ def differences_table(
 ) -> str:  # HTML
     """Return a table of the differences of pairs of arms, with Holm's correction within each family.
 
-    Pairs without runs are left out of the table, but Holm's correction counts the pairs that have runs in their whole
-    family. A verdict is that on the claim that the first arm of a pair gains more, see `claim_verdict`.
+    Pairs without runs are left out of the table, but Holm's correction counts all pairs of their family. A verdict is that
+    on the claim that the first arm of a pair gains more, see `claim_verdict`.
     """
     found = contrast_table(rows, contrasts, reward).dropna(subset=["mean"])
     lines = []

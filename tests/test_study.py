@@ -11,13 +11,16 @@ import psutil
 import pytest
 import small_study
 import study_rows
+import yaml
 from commands import call, run, start
 from small_study import STUDY, begin, rows, trainers, wait_for
 
 from chunk_grpo import InputError
 from chunk_grpo.core import settings
 from chunk_grpo.core.files import write_json
+from chunk_grpo.core.machine import TrainingFailed
 from chunk_grpo.reporting.reports import write_report
+from chunk_grpo.reward_serving.client import RewardUnavailable
 from chunk_grpo.studies import design, pilot, study
 
 
@@ -124,24 +127,42 @@ def test_rows_of_other_held_out_prompts_are_not_taken(home, through, tmp_path):
     assert design.find_finished_row(trial, tmp_path, [row])
 
 
+def report_of(folder, found, plan):
+    """Write the report of invented rows of the referee that all began under a plan, and return its text."""
+    lines = [json.dumps(row | {"plan": plan}) for row in found]
+    (folder / "results.jsonl").write_text("\n".join(lines) + "\n")
+    home = str(design.find_study_folder("referee"))
+    page = write_report("study", folder / "report.html", home=home, folder=str(folder))
+    return page.read_text()
+
+
+@pytest.mark.slow
 def test_a_report_compares_the_planned_pairs_and_calls_unplanned_trials_exploratory(tmp_path):
     found = study_rows.write(tmp_path, "referee", seeds=3, only=("steps", "crd", "crd-chunk"))
-    plan = {"sha256": "0" * 64, "commit": "0" * 40, "unplanned": True, "peeks": []}
-    for unplanned in (True, False):
-        lines = [json.dumps(row | {"plan": plan | {"unplanned": unplanned}}) for row in found]
-        (tmp_path / "results.jsonl").write_text("\n".join(lines) + "\n")
-        page = write_report(
-            "study",
-            tmp_path / "report.html",
-            home=str(design.find_study_folder("referee")),
-            folder=str(tmp_path),
-        )
-        text = page.read_text()
+    plan = design.plan_record(design.find_study_folder("referee"), unplanned=True)
+    plan |= {"commit": "0" * 40, "peeks": [9]}
+    committed = "The plan was committed before the first trial."
+    for changes, words in (
+        ({"unplanned": True}, "the results are exploratory"),
+        ({"unplanned": False}, committed),
+        ({"unplanned": False, "sha256": "0" * 64}, "No run began under the plan as it is now"),
+    ):
+        text = report_of(tmp_path, found, plan | changes)
         assert "crd-chunk minus crd" in text and "chunks choose the levels" in text
         assert "crd minus steps" not in text  # no planned pair
         assert text.count("p (Holm)") == 1  # that of the planned pairs
-        assert ("the results are exploratory" in text) == unplanned
-        assert ("The plan was committed before the first trial." in text) != unplanned
+        assert words in text
+        assert (committed in text) == (words == committed)
+
+
+@pytest.mark.slow
+def test_a_report_before_the_last_trial_shows_no_outcome_unless_somebody_looked(tmp_path):
+    found = study_rows.write(tmp_path, "referee", seeds=3, only=("steps", "crd", "crd-chunk"))
+    plan = design.plan_record(design.find_study_folder("referee"), unplanned=True)
+    text = report_of(tmp_path, found, plan)
+    assert "No outcome is shown before the last trial" in text
+    assert "p (Holm)" not in text and "gains +" not in text
+    assert "Still missing: " in text
 
 
 def test_a_new_study_keeps_the_settings_of_its_base_file(tmp_path):
@@ -304,6 +325,85 @@ def study_until(home, out, trials, **marks):
 
 def plans(out):
     return [json.loads(line)["plan"] for line in (out / "results.jsonl").read_text().splitlines()]
+
+
+def test_rows_of_trials_that_the_plan_no_longer_has_are_set_aside_and_found_again(home, tmp_path):
+    out = tmp_path / "out"
+    study_until(home, out, 99, unplanned=True)
+
+    def trials(name):
+        """Return the arm and seed of each row of a file, sorted."""
+        rows = map(json.loads, (out / name).read_text().splitlines())
+        return sorted((row["arm"], row["seed"]) for row in rows)
+
+    before = trials("results.jsonl")
+    for folder in out.glob("*-*/"):
+        shutil.rmtree(folder)
+
+    changed = shutil.copytree(home, tmp_path / "changed")
+    text = (changed / "study.yaml").read_text()
+    content = yaml.safe_load(text)
+    first, *others = content["arms"]
+    content["arms"] = {first: content["arms"][first]} | {
+        f"new-{x}": content["arms"][x] | {"eta": 0.31} for x in others
+    }
+    content["reference"] = first
+    content["after"] = {}
+    (changed / "study.yaml").write_text(yaml.safe_dump(content))
+    said = study_until(changed, out, 0, unplanned=True)
+    old = trials("results.old.jsonl")
+    assert sorted([*old, *trials("results.jsonl")]) == before and len(old) == 2
+    assert f"{len(old)} rows of results.jsonl belong to no trial of the plan" in said
+
+    # With the former plan no trial runs again.
+    said = study_until(home, out, 0, unplanned=True)
+    assert trials("results.jsonl") == before and "0 are left" in said
+
+
+def test_a_pool_that_cannot_run_leaves_the_rows_as_they_were(home, tmp_path):
+    class Closed(Instant):
+        def prepare_slots(self, out, unfinished):
+            raise InputError("no room")
+
+    out = tmp_path / "out"
+    study_until(home, out, 2, unplanned=True)
+    before = (out / "results.jsonl").read_bytes()
+    for folder in out.glob("*-*/"):
+        shutil.rmtree(folder)
+    with pytest.raises(InputError, match="no room"):
+        study.run_study(home, out, log=str, pool=Closed(), unplanned=True, arms=["steps"])
+    assert (out / "results.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("errors", "raised"),
+    [
+        ([RewardUnavailable("away")], RewardUnavailable),
+        ([InputError("wrong"), InputError("wrong too")], InputError),
+        ([InputError("wrong"), TrainingFailed("broken")], TrainingFailed),
+    ],
+)
+def test_failed_trials_keep_the_kind_of_their_error(home, tmp_path, errors, raised):
+    """A script tells a server that is away, which passes, from wrong input and from a failure."""
+    begun = []
+
+    class Failing(Instant):
+        def submit(self, trial, out, slot):
+            begun.append(trial.name)
+            done = Future()
+            done.set_exception(errors[min(len(begun), len(errors)) - 1])
+            return done
+
+    with pytest.raises(Exception, match="trials failed, the first is") as error:
+        study.run_study(home, tmp_path / "out", log=str, pool=Failing(), unplanned=True)
+    assert type(error.value) is raised
+    total = sum(trial.after is None for trial in design.expand_trials(home))
+    assert len(begun) == (1 if raised is RewardUnavailable else total)
+
+
+def test_the_study_in_the_current_folder_has_its_name(home, monkeypatch):
+    monkeypatch.chdir(home)
+    assert {trial.study for trial in design.expand_trials(".")} == {home.name}
 
 
 def test_a_plan_that_is_not_committed_starts_no_trial(home, tmp_path):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 from concurrent.futures import Future
 from pathlib import Path
@@ -397,13 +398,45 @@ def test_a_look_is_kept_where_files_are_deleted(home, tmp_path, gone):
 
 
 def test_tuning_finds_the_code_of_arms(home, tmp_path):
-    text = STUDY.replace("evaluation:", "tune: {learning_rate: [0.001, 0.002]}\nevaluation:")
+    (tmp_path / "tune.txt").write_text("a star a ring a cross\n")
+    tuning = f"tune: {{learning_rate: [0.001, 0.002]}}\ntune_prompts: {tmp_path / 'tune.txt'}\n"
+    text = STUDY.replace("evaluation:", f"{tuning}evaluation:")
     (home / "study.yaml").write_text(text)
     made = pilot.write_tuning_study(home, tmp_path / "out/study")
     assert {trial.settings.method for trial in design.expand_trials(made)} == {
         "chunk",
         f"{home / 'my_rank.py'}:Rank",
     }
+
+
+@pytest.mark.parametrize(
+    ("tuning", "words"),
+    [
+        ("tune: {learning_rate: [0.001, 0.002]}", "must share no prompt with `eval_prompts`"),
+        ("tune: {learning_rate: [fast]}\ntune_prompts: tune.txt", "`tune` of study.yaml must have"),
+    ],
+)
+def test_a_tuning_that_cannot_be_leaves_no_file(home, tmp_path, monkeypatch, tuning, words):
+    """pocket:validation has one of the study's own prompts; a learning rate is no word."""
+    monkeypatch.chdir(tmp_path)
+    Path("tune.txt").write_text("a star a ring a cross\n")
+    (home / "study.yaml").write_text(STUDY.replace("evaluation:", f"{tuning}\nevaluation:"))
+    with pytest.raises(InputError, match=words):
+        pilot.tune_study(home, tmp_path / "out")
+    with pytest.raises(InputError, match="`processes` must be at least 1; got 0"):
+        pilot.tune_study(home, tmp_path / "out", processes=0)
+    assert not (tmp_path / "out").exists()
+
+
+def test_rows_are_found_by_the_content_of_the_code_and_not_by_its_folder(home, tmp_path):
+    """A copy of the study elsewhere runs nothing again; another content does."""
+    rows = go(home, tmp_path / "out", unplanned=True)
+    copy = shutil.copytree(home, tmp_path / "elsewhere")
+    assert go(copy, tmp_path / "apart/out", trials=0, finished_rows=rows, unplanned=True) == [
+        row | {"study": "elsewhere"} for row in rows
+    ]
+    (copy / "my_rank.py").write_text(METHOD + "\n# another\n")
+    assert not go(copy, tmp_path / "again/out", trials=0, finished_rows=rows, unplanned=True)
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ import io
 import json
 import os
 import re
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated
@@ -126,7 +127,12 @@ def escape_control_characters(text: str) -> str:
 def print_json(content: dict | list) -> None:
     """Print `content` as JSON for a script; infinities and NaN become null, because JSON has neither."""
     finite = json.loads(json.dumps(content, default=str), parse_constant=lambda _: None)
+    # A script must not mistake JSON that was cut off, as by a full disk, for the result.
+    raw_file = getattr(getattr(sys.stdout, "buffer", None), "raw", None)
+    if isinstance(raw_file, BestEffortFile):
+        raw_file.drops_errors = False
     typer.echo(json.dumps(finite, indent=1))
+    sys.stdout.flush()
 
 # %% ../../nbs/14_cli/00_console.ipynb #5e55a149
 def format_examples(
@@ -158,11 +164,16 @@ def exit_if_interrupted(
 class BestEffortFile(io.FileIO):
     """Write bytes to a file, and drop those that cannot be written instead of raising an error."""
 
+    drops_errors = True  # False: raise errors, as for output that a script reads
+
     def write(self, data) -> int:
         """Write the bytes and return their number; after an OSError, report all of them as written."""
-        with contextlib.suppress(OSError):
+        try:
             return super().write(data)
-        return len(data)
+        except OSError:
+            if not self.drops_errors:
+                raise
+            return len(data)
 
 
 class EscapingTextStream(io.TextIOWrapper):

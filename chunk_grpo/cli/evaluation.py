@@ -258,30 +258,32 @@ def evaluate(
                     f"`--images` must be ARM=FOLDER with a folder that exists; got {arm}={folder}"
                 )
         scorers = {name: placement.load_placed_reward(name) for name in reward_names}
-        benchmarks.score_benchmark(
-            task=task,
-            arms=folders,
-            out=scores_folder,
-            source=source,
-            scorers=scorers,
-            tools=tools,
-            log=typer.echo,
-        )
+        with exit_if_interrupted(lambda: "the same command continues; finished scores are kept"):
+            benchmarks.score_benchmark(
+                task=task,
+                arms=folders,
+                out=scores_folder,
+                source=source,
+                scorers=scorers,
+                tools=tools,
+                log=typer.echo,
+            )
     else:
         # Sample the benchmark's images with the run's weights, and score them.
-        scores_folder = benchmarks.run_benchmark(
-            run,
-            benchmark,
-            source=source,
-            samples=samples or None,
-            processes=processes,
-            changes=overrides or (),
-            reward_names=reward_names,
-            tools=tools,
-            log=typer.echo,
-            trust=trust,
-            checkpoint=checkpoint,
-        )
+        with exit_if_interrupted(lambda: "the same command continues; finished images are kept"):
+            scores_folder = benchmarks.run_benchmark(
+                run,
+                benchmark,
+                source=source,
+                samples=samples or None,
+                processes=processes,
+                changes=overrides or (),
+                reward_names=reward_names,
+                tools=tools,
+                log=typer.echo,
+                trust=trust,
+                checkpoint=checkpoint,
+            )
 
     table = benchmarks.benchmark_table(files.read_json(scores_folder / "summary.json"))
     typer.echo(table.to_string(index=False, na_rep="", float_format="{:.4f}".format))

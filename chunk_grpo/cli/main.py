@@ -151,6 +151,7 @@ def describe_error(error: Exception) -> tuple[int, str]:
         getattr(errno, f"E{name}")
         for name in "NAMETOOLONG LOOP NOTDIR ISDIR ACCES PERM ROFS".split()
     }
+    full_disk_errors = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
     output_errors = (errno.ENOSPC, errno.EIO, errno.EBADF)
     if isinstance(error, (InputError, machine.TrainingFailed)):
         code = error.exit_code if isinstance(error, InputError) else 1
@@ -158,18 +159,25 @@ def describe_error(error: Exception) -> tuple[int, str]:
     elif isinstance(error, OSError) and error.filename and error.errno in path_errors:
         code = 2
         text = f"the path {error.filename} cannot be used ({error.strerror})"
+    elif isinstance(error, OSError) and error.filename and error.errno in full_disk_errors:
+        code = 1
+        text = f"the file {error.filename} cannot be written ({error.strerror})"
     elif isinstance(error, OSError) and not error.filename and error.errno in output_errors:
         # An error of the output stream names no file.
         code = 1
         text = f"the output cannot be written ({error.strerror})"
     else:
-        with tempfile.NamedTemporaryFile(
-            "w", prefix="chunk-grpo-", suffix=".log", encoding="utf-8", delete=False
-        ) as log:
-            log.writelines(traceback.format_exception(error))
+        try:
+            with tempfile.NamedTemporaryFile(
+                "w", prefix="chunk-grpo-", suffix=".log", encoding="utf-8", delete=False
+            ) as log:
+                log.writelines(traceback.format_exception(error))
+            place = f"the traceback is in {log.name}"
+        except OSError as log_error:
+            place = f"the traceback could not be written ({log_error.strerror})"
         message = " ".join(str(error).split())[:300]
         code = 1
-        text = f"an unforeseen {type(error).__name__}: {message}; the traceback is in {log.name}"
+        text = f"an unforeseen {type(error).__name__}: {message}; {place}"
     # Limit the sentence to one line of bounded length.
     text = escape_control_characters(text).replace("\n", "\\n").replace("\t", "\\t")
     if len(text) > 1000:

@@ -6,6 +6,7 @@
 __all__ = ['reports_app', 'report', 'watch', 'lab', 'compare', 'tables', 'profile', 'verify']
 
 # %% ../../nbs/14_cli/07_reports.ipynb #ac8a451b
+import contextlib
 import subprocess
 from pathlib import Path
 from typing import Annotated
@@ -81,7 +82,11 @@ def lab(
 
     file = write_lab_notebook(run, folder)
     typer.echo(f"notebook: {file}")
-    raise typer.Exit(subprocess.run(lab_command(file, options or ())).returncode)
+    server = subprocess.Popen(lab_command(file, options or ()))
+    while True:
+        # Ctrl-C reaches JupyterLab too, which asks whether to stop.
+        with contextlib.suppress(KeyboardInterrupt):
+            raise typer.Exit(server.wait())
 
 # %% ../../nbs/14_cli/07_reports.ipynb #b693f976
 @reports_app.command(epilog=format_examples("compare runs/one runs/two --out compare.html"))

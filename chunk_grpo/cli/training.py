@@ -196,6 +196,8 @@ def train(
             command.append("--no-report")
         for name in callback or ():
             command += ["--callback", name]
+        if trust:
+            command.append("--trust")
         if resume == "auto":
             command += ["--resume", "auto"]
         elif run_folder.holds_run(folder):

@@ -493,7 +493,7 @@ class _OptimizerSettings(BaseModel):
         5.0,
         "standard deviations",
         _DANCE,
-        "Largest absolute value of an advantage; larger ones are clamped.",
+        "Largest absolute value of an advantage; larger ones are clamped. In reward units if `credit` is none.",
         gt=0,
     )
     diversity: bool = setting(
@@ -1084,7 +1084,10 @@ def _find_settings_without_effect(
             reasons["credit_of"] = (
                 "if all images of a group start from one state, because gains then differ as rewards do"
             )
-        if settings.window == "all":
+        # The other methods of noised final images weigh each level, for which the chunk only selects it.
+        kind = METHODS.get(settings.method, {}).get("class", "").rpartition(":")[2]
+        has_chunk_ratio = settings.method == "chunk" or kind in ("Tmpo", "ElboOfChunks")
+        if settings.window == "all" and has_chunk_ratio:
             reasons["step_weights"] = (
                 "if one chunk holds all transitions, because their mean weight is 1"
             )

@@ -220,7 +220,8 @@ def t_intervals(
     """Compute the mean over seeds of each comparison, with its standard error and 95% t interval, equation (c).
 
     `n` is the number of seeds. `p` is the p-value of the hypothesis that the mean is 0, and `holm` is that p-value after
-    Holm's correction for the number of comparisons. If there is only one seed, all columns but `n` and `mean` are NaN.
+    Holm's correction for the number of comparisons, those without values included. If there is only one seed, all columns
+    but `n` and `mean` are NaN.
     """
     n = values.count()
     # Means and deviations as small as rounding errors count as 0.
@@ -233,7 +234,8 @@ def t_intervals(
     p = p.mask((se == 0) & (mean == 0), 1.0).mask((se == 0) & (mean != 0), 0.0)
     # Not by statsmodels' multipletests, which runs the garbage collector at every call.
     ordered = p.dropna().sort_values()
-    corrected = (ordered * np.arange(len(ordered), 0, -1)).cummax().clip(upper=1)
+    factors = len(p) - np.arange(len(ordered))
+    corrected = (ordered * factors).cummax().clip(upper=1)
     return pd.DataFrame(
         {
             "n": n,

@@ -24,6 +24,7 @@ from ..core.files import atomic_write, write_json
 from ..core.statistics import bootstrap_category_means, bootstrap_share
 from ..models.inputs import check_guidance, read_prompts, read_run_prompts
 from ..runs import run_folder
+from ..training.method_loading import load_method
 from .run_images import AS_TRAINED_ARMS
 from chunk_grpo.evaluation.parts import (
     copy_base_parts,
@@ -503,6 +504,8 @@ def evaluate(
     if AS_TRAINED_ARMS.keys() <= arms.keys():
         names = ("sampler", "steps", "eta", "shift", "resolution")
         summary |= {"as_trained": {name: getattr(settings, name) for name in names}}
+        if not len(load_method(settings).sampler(settings.iterations - 1).stochastic_steps):
+            summary["as_trained"] |= {"sampler": "ode", "eta": 0.0}
     training_guidance, evaluation_guidance = setting.guidance_scales(settings)
     if evaluation_guidance != training_guidance:
         summary |= {"guidance": list(evaluation_guidance)}

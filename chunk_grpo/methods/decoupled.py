@@ -7,6 +7,7 @@ __all__ = ['renoise', 'mean_square', 'normalised_error', 'list_selected_levels',
            'Crd', 'subtract_group_mean', 'GroupDpo', 'BestOfN', 'OnlineDpo']
 
 # %% ../../nbs/08_methods/01_decoupled.ipynb #2ddd1507
+import copy
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
@@ -624,6 +625,18 @@ class GroupDpo(Decoupled):
         return weight * advantage * clipped_loss
 
 
+def _unclamped_advantages(
+    method: Decoupled,
+    scores: dict[str, Tensor],  # (P, G) each, keyed by reward
+    weights: dict[str, float],  # weights of the rewards in their sum, keyed by reward
+) -> Tensor:  # (P, G)
+    """Return advantages that are not clamped, because a clamp would make different images equally good."""
+    unclamped = copy.copy(method)
+    largest = torch.finfo(torch.float32).max
+    unclamped.settings = method.settings.model_copy(update={"advantage_clamp": largest})
+    return Decoupled.advantages(unclamped, scores, weights)
+
+
 class BestOfN(Decoupled):
     """Rejection sampling: train with the flow-matching loss, only on the best image of each group."""
 
@@ -638,7 +651,7 @@ class BestOfN(Decoupled):
 
         If m images of a group are equally good and best, each gets 1 / m. If all are equal, each gets 0.
         """
-        ranked = super().advantages(scores, weights)
+        ranked = _unclamped_advantages(self, scores, weights)
         is_best = ranked == ranked.amax(1, keepdim=True)
         best = is_best & (ranked != ranked.amin(1, keepdim=True))
         return best / best.sum(1, keepdim=True).clamp(min=1)
@@ -664,6 +677,14 @@ class OnlineDpo(Decoupled):
     noise_per_group = True
     needs_group = True
     references = ("base",)
+
+    def advantages(
+        self,
+        scores: dict[str, Tensor],  # (P, G) each, keyed by reward
+        weights: dict[str, float],  # weights of the rewards in their sum, keyed by reward
+    ) -> Tensor:
+        """Return the advantages by the setting `credit`, (P, G), without the clamp; only their order counts."""
+        return _unclamped_advantages(self, scores, weights)
 
     def level_stats(
         self,

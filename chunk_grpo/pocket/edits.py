@@ -226,7 +226,7 @@ def read_edit_record(
         grey = int(record["background"])
         is_known = all(t.shape in SHAPES and t.colour in POCKET_COLOURS for t in things)
         is_placed = all(0 <= x < IMAGE_SIZE for t in things for x in (t.x, t.y, t.radius))
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError, OverflowError):
         things = ()
     if not (things and is_known and is_placed and 0 <= grey <= 255):
         raise InputError(

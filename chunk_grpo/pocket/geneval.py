@@ -334,7 +334,13 @@ def caption_match_score(
         if colour:
             facts.append(thing is not None and thing.colour == colour)
     if spec.relation:
-        facts.append(None not in matches and spec.relation in spatial_relations(*matches))
+        orders = [matches]
+        if spec.objects[0] == spec.objects[1]:  # two objects of one shape have no order
+            orders.append(matches[::-1])
+        facts.append(
+            None not in matches
+            and any(spec.relation in spatial_relations(*order) for order in orders)
+        )
     return sum(facts) / (len(facts) + unmatched_count)
 
 

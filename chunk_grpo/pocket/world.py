@@ -229,14 +229,16 @@ def matches_caption(
         return False
     if spec.category == "counting":
         return all(thing.shape == spec.objects[0][0] for thing in things)
-    by_shape = {thing.shape: thing for thing in things}
-    for shape, colour in spec.objects:
-        if shape not in by_shape or colour not in (None, by_shape[shape].colour):
-            return False
-    if spec.relation is None:
-        return True
-    named_things = [by_shape[shape] for shape, _ in spec.objects]
-    return spec.relation in spatial_relations(*named_things)
+    # Two objects of one shape may be those of the caption in either order.
+    for named_things in permutations(things):
+        pairs = zip(named_things, spec.objects, strict=True)
+        if all(
+            thing.shape == shape and colour in (None, thing.colour)
+            for thing, (shape, colour) in pairs
+        ):
+            if spec.relation is None or spec.relation in spatial_relations(*named_things):
+                return True
+    return False
 
 # %% ../../nbs/01_pocket/01_world.ipynb #a73ca4f9
 _GRID_RADIUS = 13.0  # of every object on the grid, pixels

@@ -158,6 +158,26 @@ def _remove_private_options(
     }
 
 
+def _describe_method(
+    settings: setting.Settings,  # the run's settings
+) -> str:  # Markdown
+    """Name a run's method and its source, such as "CRD ([arXiv 2510.21583](...), method `crd`)"."""
+    label = setting.method_label(settings)
+    if settings.method == "chunk" and label.startswith("chunk"):
+        title, source = "Chunk-GRPO", "2510.21583"
+    elif settings.method == "chunk":
+        return "GRPO on single steps"
+    elif settings.method in setting.METHODS:
+        row = setting.METHODS[settings.method]
+        title, source = row["title"], row["source"]
+    else:
+        return f"the method `{settings.method}`"
+    number, separator, remark = source.partition(",")
+    if re.fullmatch(r"\d{4}\.\d{5}", number):
+        source = f"[arXiv {number}](https://arxiv.org/abs/{number}){separator}{remark}"
+    return f"{title} ({source}, method `{settings.method}`)"
+
+
 def model_card(
     run: Path,  # the run's folder
     settings: setting.Settings,  # the run's settings
@@ -190,7 +210,7 @@ def model_card(
             rows.append({"setting": row["name"], "value": value})
     descriptions = {
         "settings": _markdown_table(rows or [{"setting": "none", "value": ""}]),
-        "method": settings.method,
+        "method": _describe_method(settings),
         "rewards": " and ".join(setting.reward_weights(settings)),
     }
     # Show only the names of code files, without their folders.

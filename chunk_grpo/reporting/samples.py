@@ -276,6 +276,9 @@ def sample_run(
     return images
 
 # %% ../../nbs/12_reporting/04_samples.ipynb #ff1c5e50
+_LARGEST_WIDGET_SEED = 2**53 - 1  # browsers round larger whole numbers
+
+
 @check_arguments(run=path_argument(), changes=Mapping[str, Any] | Sequence[str])
 def sample_widget(
     run: Path | str,  # a run's folder, finished or with a checkpoint
@@ -291,6 +294,11 @@ def sample_widget(
     run that is not trusted, and if its weights, model or held-out prompts are missing or changed.
     """
     settings = evaluating.evaluation_settings(run, changes)
+    if settings.eval_seed > _LARGEST_WIDGET_SEED:
+        raise InputError(
+            f"`eval_seed` must be at most {_LARGEST_WIDGET_SEED} for a widget, whose numbers are those of the browser; got "
+            f"{settings.eval_seed}"
+        )
     run_folder.check_trust(run, trust, action="sampling from", loads_rewards=False)
     chosen = choose_arms(settings, arms)
     weights = run_images.find_verified_weights(run)
@@ -301,7 +309,7 @@ def sample_widget(
     first = prompt or str(held_out[0])
     text = W.Text(first, description="prompt", layout={"width": "480px"})
     seed = W.BoundedIntText(
-        settings.eval_seed, 0, 2**31 - 1, description="seed", layout={"width": "180px"}
+        settings.eval_seed, 0, _LARGEST_WIDGET_SEED, description="seed", layout={"width": "180px"}
     )
     view = W.HTML()
     button = W.Button(description="draw", layout={"width": "100px"})

@@ -244,10 +244,15 @@ def describe_as_trained_sampling(
     guidance = ""
     if "guidance" in sampling:  # present if it differs from the evaluation's
         guidance = ", guidance {:g} and true guidance {:g}".format(*sampling["guidance"])
+    if sampling["sampler"] == "ode":
+        sampler = f"the ODE ({sampling['steps']} steps"
+    else:
+        sampler = (
+            f"the SDE ({sampling['sampler']}, {sampling['steps']} steps, \u03b7 {sampling['eta']:g}"
+        )
     return (
-        f"As trained means sampled as in training, by the SDE ({sampling['sampler']}, {sampling['steps']} steps, \u03b7 "
-        f"{sampling['eta']:g}, shift {sampling['shift']:g}, {format_resolution(sampling['resolution'])}{guidance}), "
-        "and so is the base that it is compared with."
+        f"As trained means sampled as in training, by {sampler}, shift {sampling['shift']:g}, "
+        f"{format_resolution(sampling['resolution'])}{guidance}), and so is the base that it is compared with."
     )
 
 

@@ -26,7 +26,7 @@ from .design import load_study
 class PublishedTable(BaseModel):
     """A table of scores of methods as a paper prints it."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
     id: str  # unique name of the table
     paper: str  # the paper; tables of one paper are not independent
     source: str = ""  # where in the paper the table is printed
@@ -34,7 +34,8 @@ class PublishedTable(BaseModel):
     trained: str = ""  # rewards that the methods trained on
     metric: str = ""  # metric of the scores
     scores: dict[str, float] = Field(min_length=2)  # keyed by method; higher is better
-    copied: tuple[str, ...] = ()  # methods whose scores were copied from another paper
+    # methods whose scores were copied from another paper
+    copied: tuple[str, ...] = Field(default=(), strict=False)
 
 
 def read_published_tables(
@@ -43,7 +44,7 @@ def read_published_tables(
     """Read published tables of methods from a file.
 
     The file's mapping `rows`, if there is one, renames methods, for example to their names in methods.yaml. Raises
-    InputError if the file does not have the right format, or if two methods of a table get the same name.
+    InputError if the file does not have the right format, or if two tables or two methods of a table get the same name.
     """
     file = Path(file or PRESETS_DIR / "published_tables.yaml")
     content = read_yaml_file(file)
@@ -56,6 +57,9 @@ def read_published_tables(
         tables = [PublishedTable.model_validate(table) for table in content["tables"]]
     except ValidationError as error:
         raise InputError(f"{file}: {validation_message(error, PublishedTable)}") from None
+    ids = [table.id for table in tables]
+    if repeated := sorted({name for name in ids if ids.count(name) > 1}):
+        raise InputError(f"{file}: `id` must be unique among the tables; got {repeated[0]} twice")
     renamed = []
     for table in tables:
         new_names = [row_names.get(name, name) for name in table.scores]

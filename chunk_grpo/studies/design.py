@@ -38,7 +38,14 @@ from chunk_grpo.core.validation import (
     validation_message,
 )
 from ..evaluation.evaluate import check_evaluation_changes
-from ..models.inputs import hash_inputs, hash_prompts, hash_records, split_revision
+from chunk_grpo.models.inputs import (
+    hash_inputs,
+    hash_prompts,
+    hash_records,
+    make_inputs_absolute,
+    split_revision,
+)
+from ..theory.chunks import is_code_path
 from ..training.method_loading import load_method
 
 # %% ../../nbs/13_studies/00_design.ipynb #30403af5
@@ -302,13 +309,13 @@ def _arm_settings(
                     f"{study.outcome!r}"
                 )
         except InputError as error:
-            raise InputError(f"arm {arm} of the study {home.name}: {error}") from None
+            raise InputError(f"arm {arm} of the study {home.resolve().name}: {error}") from None
     for arm, before in study.after.items():
         try:
             setting.check_resume(settings[before], settings[arm], rounding=False)
         except InputError as error:
             raise InputError(
-                f"arm {arm} of the study {home.name} cannot continue {before}: {error}"
+                f"arm {arm} of the study {home.resolve().name} cannot continue {before}: {error}"
             ) from None
     return settings
 
@@ -368,7 +375,7 @@ def expand_trials(
                 continue
             trials.append(
                 Trial(
-                    study=home.name,
+                    study=home.resolve().name,
                     arm=arm,
                     seed=seed,
                     settings=setting.load_settings(arm_settings, {"seed": seed}),
@@ -626,7 +633,8 @@ def comparable_settings(
     """Return the settings on which the results of a row depend, in a form that does not depend on version and machine.
 
     Settings that the row's version did not have yet get their defaults. Those that may change when a run resumes and the
-    number of threads are left out. Of model and prompts only the names stay, because rows have hashes of their contents.
+    number of threads are left out. Of model, prompts and code files only the names stay, because rows have hashes of their
+    contents.
     """
     irrelevant = {*setting.RESUME_CHANGEABLE_FIELDS, "threads"}
     complete = _default_settings() | settings
@@ -634,7 +642,31 @@ def comparable_settings(
     comparable["model"], _ = split_revision(str(comparable["model"]))  # a run records the commit
     for name in ("model", "prompts", "eval_prompts"):
         comparable[name] = Path(str(comparable[name])).name
-    return comparable
+    return _without_code_folders(comparable)
+
+
+def _without_code_folders(value: Any) -> Any:
+    """Return settings in which code files have no folder, as in my_method.py:Rank, because rows have hashes of their code."""
+    if isinstance(value, str):
+        return Path(value).name if ".py:" in value and is_code_path(value) else value
+    if isinstance(value, Mapping):
+        return {
+            _without_code_folders(key): _without_code_folders(entry) for key, entry in value.items()
+        }
+    if isinstance(value, list | tuple):
+        return [_without_code_folders(entry) for entry in value]
+    return value
+
+
+def _comparable_code(
+    hashes: Mapping[str, str],  # of a row or a trial, see `code_hashes`
+) -> list[tuple[str, str]]:  # sorted pairs of key and sha256
+    """Return the hashes of code files in a form that does not depend on the folder of the files."""
+    pairs = []
+    for key, sha256 in hashes.items():
+        name, separator, path = key.partition(": ")
+        pairs.append((name + separator + _without_code_folders(path), sha256))
+    return sorted(pairs)
 
 
 def hash_held_out_prompts(
@@ -658,10 +690,12 @@ def find_finished_row(
 
     def outcome_key(row: Mapping) -> list:
         """Return the values on which a trial's results depend."""
-        return [comparable_settings(row["settings"]), row["evaluation"], row["splits"]]
+        evaluation = _without_code_folders(row["evaluation"])
+        return [comparable_settings(row["settings"]), evaluation, row["splits"]]
 
     wanted = {
-        "settings": trial.settings.model_dump(mode="json"),
+        # A run records the paths of its inputs as absolute ones.
+        "settings": make_inputs_absolute(trial.settings).model_dump(mode="json"),
         "evaluation": trial.evaluation,
         "splits": trial.splits,
     }
@@ -688,13 +722,13 @@ def find_finished_row(
     if not candidates:
         return None
     hashes = hash_inputs(trial.settings)
-    code = trial.code_hashes()
+    code = _comparable_code(trial.code_hashes())
     held_out = hash_held_out_prompts(setting.load_settings(trial.settings, trial.evaluation))
     for row in candidates:
         same_files = all(row.get(name) == value for name, value in hashes.items())
         # Rows of earlier versions have no hash of the held-out prompts.
         same_files = same_files and row.get("eval_sha256", held_out) == held_out
-        if same_files and row.get("code", {}) == code:
+        if same_files and _comparable_code(row.get("code", {})) == code:
             return row | {"study": trial.study, "arm": trial.arm, "seed": trial.seed}
     return None
 

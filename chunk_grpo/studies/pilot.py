@@ -24,6 +24,7 @@ from ..core.files import atomic_write
 from ..core.validation import dump_yaml
 from ..reporting.tables import format_number
 from .analysis import gains_by_seed, paired_differences
+from ..models.inputs import prompt_identity, read_run_prompts
 from chunk_grpo.studies.design import (
     TUNED_FILE,
     Study,
@@ -60,6 +61,35 @@ def tuning_arms(
     return arms
 
 
+def _check_tuning_prompts(
+    study: Study,
+    home: Path,  # the study's folder
+) -> None:
+    """Raise InputError if the tuning would evaluate on prompts that the study trains or evaluates on."""
+    base = setting.load_settings(home / "base.yaml")
+    evaluated = setting.load_settings(base, study.evaluation, home)
+    if study.tune_prompts in (base.eval_prompts, evaluated.eval_prompts):
+        raise InputError(
+            f"`tune_prompts` of study.yaml must differ from `eval_prompts`, which decide between the arms; got "
+            f"{study.tune_prompts} for both"
+        )
+
+    def identities(settings: setting.Settings, field: str) -> set:
+        """Return what tells the prompts of a list apart: their texts, with the hashes of their images if they have any."""
+        return {prompt_identity(prompt) for prompt in read_run_prompts(settings, field)}
+
+    tuning = setting.load_settings(base, {"eval_prompts": study.tune_prompts})
+    tuning_prompts = identities(tuning, "eval_prompts")
+    lists = [(base, "prompts"), (base, "eval_prompts"), (evaluated, "eval_prompts")]
+    for settings, field in lists:
+        shared = tuning_prompts & identities(settings, field)
+        if shared:
+            raise InputError(
+                f"`tune_prompts` of study.yaml must share no prompt with `{field}` of the study; {study.tune_prompts} has "
+                f"{len(shared)} of those in {getattr(settings, field)}, such as {sorted(map(str, shared))[0]!r:.80}"
+            )
+
+
 def write_tuning_study(
     source: str | Path,  # name of a study, or its folder
     folder: Path,  # folder of the tuning study
@@ -68,11 +98,11 @@ def write_tuning_study(
     """Write base.yaml and study.yaml of a tuning study, which tries every point of the grid with every arm.
 
     Existing files are replaced. The tuning uses seeds from 1000 on, and evaluates on `tune_prompts`. Raises InputError if
-    the study has arms that continue others, no outcome or no grid, or if it has such seeds or evaluates on the same prompts.
+    the study has arms that continue others, no outcome or no grid, if a point of the grid is not allowed, or if the study has
+    such seeds or trains or evaluates on one of these prompts.
     """
     study = load_study(source)
     home = find_study_folder(source)
-    base = setting.load_settings(home / "base.yaml")
     arms = tuning_arms(study, added_points)
 
     # The study's settings must not be chosen with its own seeds or prompts.
@@ -83,11 +113,15 @@ def write_tuning_study(
         )
     if not study.outcome:
         raise InputError("`outcome` of study.yaml must name the reward that is tuned for; got none")
-    if study.tune_prompts in (base.eval_prompts, study.evaluation.get("eval_prompts")):
-        raise InputError(
-            f"`tune_prompts` of study.yaml must differ from `eval_prompts`, which decide between the arms; got "
-            f"{study.tune_prompts} for both"
-        )
+    _check_tuning_prompts(study, home)
+    values = setting.read_settings_file(home / "base.yaml")
+    for arm, point in arms.values():
+        try:
+            setting.load_settings(values, study.arms[arm] | point, home)
+        except InputError as error:
+            raise InputError(
+                f"`tune` of study.yaml must have values that are allowed in every arm; {point} in the arm {arm}: {error}"
+            ) from None
 
     excluded_fields = {
         "tune",
@@ -113,7 +147,7 @@ def write_tuning_study(
     content["evaluation"].pop("eval_prompts", None)  # these are the study's own
     # Write only the settings that the study's base.yaml names. If base.yaml held all settings, an arm with another method
     # would drop those that agree with a method's preset, so it would be tuned with other settings than it is tested with.
-    base = setting.read_settings_file(home / "base.yaml") | {"eval_prompts": study.tune_prompts}
+    base = values | {"eval_prompts": study.tune_prompts}
 
     folder.mkdir(parents=True, exist_ok=True)
     files = {
@@ -283,8 +317,10 @@ def tune_study(
     are tried too. Finished trials in `out` are not repeated. Raises InputError if the study cannot be tuned (see
     `write_tuning_study`), and TrainingFailed if trials failed.
     """
+    if processes is not None and processes < 1:
+        raise InputError(f"`processes` must be at least 1; got {processes}")
     home = find_study_folder(source)
-    out = Path(out or Path("runs") / "studies" / f"{home.name}-tuning")
+    out = Path(out or Path("runs") / "studies" / f"{home.resolve().name}-tuning")
     study = load_study(source)
     added_points = {}
     for i in range(study.tune_growth + 1):

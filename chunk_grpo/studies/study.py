@@ -351,7 +351,11 @@ def read_peeks(
     study_hashes = {trial_plan["sha256"] for trial_plan in plans}
     if plan:
         study_hashes.add(plan["sha256"])
-    row_plans = [row.get("plan") for row in read_json_lines(out / "results.jsonl")]
+    row_plans = [
+        row.get("plan")
+        for name in ("results.jsonl", "results.old.jsonl")
+        for row in read_json_lines(out / name)
+    ]
     plans += [row_plan for row_plan in row_plans if row_plan and row_plan["sha256"] in study_hashes]
     return sorted({*peeks, *(peek for noted_plan in plans for peek in noted_plan["peeks"])})
 
@@ -553,7 +557,7 @@ class _Progress:
         self.peeks = read_peeks(out, requested[0].plan if requested else None)
         self.rows = {t.name: row for t in plan if (row := find_finished_row(t, out, finished_rows))}
         self.running: dict[Future, tuple[int, Trial]] = {}  # slot and trial
-        self.failed: dict[str, str] = {}  # name of a trial -> reason
+        self.failed: dict[str, Exception] = {}  # name of a trial -> its error
         self.began = time.time()
         self.iterations_at_start = sum(self.iterations_left().values())
 
@@ -598,6 +602,27 @@ class _Progress:
             f"running: {', '.join(running) or 'none'}"
         )
 
+    def set_aside_other_rows(self) -> None:
+        """Move the rows of results.jsonl that belong to no trial of the plan to results.old.jsonl."""
+
+        def content(row: Mapping) -> tuple:
+            """Return what tells the rows of two runs apart."""
+            return row["settings"], row.get("scores"), row.get("curve")
+
+        kept = [content(row) for row in self.rows.values()]
+        stored = read_json_lines(self.out / "results.jsonl")
+        others = [row for row in stored if content(row) not in kept]
+        if not others:
+            return
+        old = self.out / "results.old.jsonl"
+        rows = [*read_json_lines(old), *others]
+        with atomic_write(old) as file:
+            file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        self.log(
+            f"{len(others)} rows of results.jsonl belong to no trial of the plan, as its settings, inputs or code are now; "
+            f"they are in {old} now"
+        )
+
     def write(self) -> None:
         """Write the rows to results.jsonl in the order of the plan, and record the interim looks in them."""
         self.rows = {t.name: self.rows[t.name] for t in self.plan if t.name in self.rows}
@@ -616,7 +641,10 @@ class _Progress:
         processes: int,  # number of trials at once
         status_interval: float,  # time between two status lines, s
     ) -> None:
-        """Run the unfinished trials on a pool, until none is running and no other can begin; collect errors in `failed`."""
+        """Run the unfinished trials on a pool, until none is running and no other can begin; collect errors in `failed`.
+
+        After a reward that does not answer, no other trial begins.
+        """
         waiting = self.unfinished()
         last_status = time.time()
         while True:
@@ -637,8 +665,10 @@ class _Progress:
                 try:
                     self.rows[trial.name], seconds = future.result()
                 except (InputError, launch.TrainingFailed) as error:
-                    self.failed[trial.name] = str(error)
+                    self.failed[trial.name] = error
                     self.log(f"{trial.name} failed: {error}")
+                    if isinstance(error, RewardUnavailable):
+                        waiting.clear()  # the reward would not answer other trials either
                 else:
                     self.write()
                     self.log(f"{self.finished_text()}  {trial.name}  {seconds:.0f} s")
@@ -683,6 +713,19 @@ def _check_plan_unchanged(
             )
 
 
+def _describe_failures(
+    failed: Mapping[str, Exception],  # name of a trial -> its error; at least one
+    count: int,  # number of requested trials
+) -> Exception:
+    """Return the error of a study with failed trials; its class is that of the trials' errors, if all have the same kind."""
+    name, reason = next(iter(failed.items()))
+    error_class: type[Exception] = launch.TrainingFailed
+    for kind in (InputError, RewardUnavailable):
+        if all(isinstance(error, kind) for error in failed.values()):
+            error_class = kind
+    return error_class(f"{len(failed)} of {count} trials failed, the first is {name}: {reason}")
+
+
 def _print_gains(
     study: _Progress,
     complete: bool,  # whether every trial of the plan is finished
@@ -716,8 +759,9 @@ def run_study(
     `finished_rows`, this file, or the results.jsonl of a folder next to `out` has a row with the same settings and inputs.
     The gains are printed after the plan's last trial, or earlier with `peek`. The pool is closed at the end.
 
-    Raises InputError for wrong input before any folder is created, and TrainingFailed if trials failed, after the
-    others have ended.
+    Rows in results.jsonl that belong to no trial of the plan are moved to results.old.jsonl. Raises InputError for wrong
+    input before any folder is created. If trials failed, it raises TrainingFailed after the others have ended, or InputError
+    or RewardUnavailable if all of them failed with it.
     """
     launch.check_launch_environment()
     requested = expand_trials(source, arms, seeds)
@@ -727,12 +771,13 @@ def run_study(
 
     # Some trials may be finished already: their folders were deleted, but this study has their rows, or they belong to
     # other studies whose folders lie next to this one.
+    own_results = [out / "results.jsonl", out / "results.old.jsonl"]
     other_results = [
         file for file in sorted(out.parent.glob("*/results.jsonl")) if file.parent != out
     ]
     finished_rows = [
         *finished_rows,
-        *(row for file in [out / "results.jsonl", *other_results] for row in read_json_lines(file)),
+        *(row for file in [*own_results, *other_results] for row in read_json_lines(file)),
     ]
     missing = [trial for trial in requested if not find_finished_row(trial, out, finished_rows)]
     if missing:
@@ -750,19 +795,17 @@ def run_study(
             finished_rows=finished_rows,
             log=log,
         )
-        study.write()
         unfinished = study.unfinished()
         slots = pool.prepare_slots(out, unfinished)
+        study.set_aside_other_rows()
+        study.write()
         log(
             f"{study.finished_text()} trials are finished, {len(unfinished)} are left, "
             f"{processes or slots} {pool.concurrency_text}; folder: {out}"
         )
         study.run_trials(pool, processes or slots, status_interval)
         if study.failed:
-            name, reason = next(iter(study.failed.items()))
-            raise launch.TrainingFailed(
-                f"{len(study.failed)} of {len(requested)} trials failed, the first is {name}: {reason}"
-            )
+            raise _describe_failures(study.failed, len(requested))
 
         # Before the last trial has ended, gains are shown only on request, and every row records the look.
         complete = len(study.rows) == len(study.plan)

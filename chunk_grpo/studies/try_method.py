@@ -571,7 +571,7 @@ def write_plan(
     arms = {}
     for arm, changes in content["arms"].items():
         # The method's file lies in the new folder, and other code lies next to the protocol.
-        is_own = changes.get("method", "").startswith(f"{Path(method.rpartition(':')[0]).name}:")
+        is_own = changes.get("method", "") == Path(method).name
         arms[arm] = dict(changes) if is_own else setting.resolve_code_files(changes, home)
     evaluation = setting.resolve_code_files(content["evaluation"], home)
     folder.mkdir(parents=True, exist_ok=True)

@@ -172,13 +172,17 @@ def tempered_probabilities(
 ) -> Tensor:  # (B, K), rows sum to 1
     """Raise chunk weights to the power 1 / temperature, normalise them to w, and return (1 - uniform) w + uniform / K.
 
-    Raises InputError if `uniform` or `temperature` is out of range.
+    A weight above 0 stays above 0, however low the temperature is. Raises InputError if `uniform` or `temperature` is out of
+    range.
     """
     if not 0 <= uniform <= 1 or not temperature > 0:
         raise InputError(
             f"`uniform` must be 0 to 1 and `temperature` above 0; got {uniform} and {temperature}"
         )
     tempered = (weights.log() / temperature).softmax(dim=1)
+    # A low temperature makes the smaller ones 0 in float32, and a chunk of weight 0 cannot be sampled.
+    smallest = max(torch.finfo(tempered.dtype).tiny, 1e-290)  # its reciprocal is finite
+    tempered = tempered.clamp(min=smallest).where(weights > 0, tempered)
     return (1 - uniform) * tempered + uniform / weights.shape[1]
 
 # %% ../../nbs/00_theory/05_dynamics.ipynb #c9a6112b

@@ -75,7 +75,8 @@ def cps_coefficients(
 # %% ../../nbs/00_theory/01_sampler.ipynb #9d975cec
 def multistep_weights(
     sigmas: Tensor,  # noise levels, (T + 1,), decreasing
-) -> Tensor:  # (T,) float64, 0 in the first two and the last transition, which take an Euler step
+    # (T,) float64, 0 in the first and the last transition, and in the second if the levels begin at 1: these take an Euler step
+) -> Tensor:
     """Compute the weight of the second-order term of DPM-Solver++ in every transition.
 
     The solver adds to the Euler step the weight times the change of the predicted image x_0 since the previous transition.

@@ -277,10 +277,11 @@ def measure_profile(
     numel = {}
     if trajectories.sizes is None:
         numel = {"latent_numel": trajectories.latents[0, 0].numel()}
+    has_noise = len(sampler.stochastic_steps) > 0
     return {
         "kind": "l1",
-        "sampler": settings.sampler,
-        "eta": settings.eta,
+        "sampler": settings.sampler if has_noise else "ode",
+        "eta": settings.eta if has_noise else 0.0,
         "steps": settings.steps,
         "sigmas": grid.tolist(),
         "mean": state.profile.tolist(),
