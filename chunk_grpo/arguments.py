@@ -119,10 +119,16 @@ def _describe_type(allowed: TypeAnnotation) -> str:
     if isinstance(origin, type) and issubclass(origin, Mapping):
         return "a mapping"
     if origin is tuple:
-        return "a tuple"
+        if not parts or Ellipsis in parts:
+            return "a tuple"
+        return f"a tuple of {' and '.join(map(_describe_type, parts))}"
     if isinstance(origin, type) and issubclass(origin, Sequence):
         elements = {str: " of texts", int: " of whole numbers", float: " of finite numbers"}
-        return "a list" + elements.get(parts[0], "")
+        if parts[0] in elements:
+            return "a list" + elements[parts[0]]
+        if typing.get_origin(parts[0]) in (Annotated, tuple):
+            return f"a list in which each entry is {_describe_type(parts[0])}"
+        return "a list"
     if origin is not None or allowed is Callable:
         return "a function"
     descriptions = {

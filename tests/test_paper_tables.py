@@ -66,6 +66,7 @@ def test_a_run_finds_its_row_by_its_settings(report, pretend):
         "chunk-ws": ({"chunks": "steps"}, "Dance-GRPO", "step"),
         "x": ({"chunks": "adaptive"}, "Chunk-GRPO", "adaptive"),
         "y": ({"chunks": "equal:2"}, "Chunk-GRPO w/o td", "2x8"),
+        "nft": ({"method": "nft", "chunks": "steps"}, "nft", "step"),  # no row of the paper
     }
     for name, (chosen, method, chunks) in asked.items():
         row = report["describe_paper_row"](pretend(name, 0.0, **chosen))
@@ -97,6 +98,15 @@ def test_a_table_holds_the_means_of_the_runs_that_belong_there(report, runs):
         "Dance-GRPO 25 step",
         "Chunk-GRPO w/o td 17 4x4",
     ]
+
+
+def test_runs_of_one_name_in_different_folders_are_two_runs(report, pretend):
+    runs = [pretend("one/seed0", 15.2), pretend("two/seed0", 15.4)]
+    found = report["collect_scores"]([*runs, runs[0]])
+    assert found.run.nunique() == 2
+    rebuilt = report["rebuild_table"]("table1_preference", found)
+    ours = rebuilt.query("column == 'hpsv3'").set_index("row").loc["Chunk-GRPO"]
+    assert ours.runs == 2 and ours.ours == pytest.approx(15.3)
 
 
 def test_judged_benchmarks_and_tasks_become_rows_too(report):

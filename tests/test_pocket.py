@@ -19,6 +19,7 @@ from chunk_grpo.pocket.world import (
     parse_caption,
     render_scene,
     sample_scene,
+    sample_scene_image,
 )
 from chunk_grpo.rewards import rewards
 
@@ -74,6 +75,25 @@ def scenes():
     ]
     drawn = [sample_scene(p, rng) for p in prompts]
     return rng, prompts, [render_scene(s) for s in drawn]
+
+
+@pytest.mark.parametrize(
+    "caption",
+    ["a red star and a blue star", "a red star and a red star"]
+    + [f"a star {relation} a star" for relation in ("left of", "right of", "above", "below")],
+)
+def test_two_objects_of_one_shape_may_stand_in_either_order(caption):
+    rng = np.random.default_rng(5)
+    images = [sample_scene_image(caption, rng) for _ in range(8)]
+    for check in (geneval.PocketGenEval(), geneval.PocketPartial()):
+        assert check(images, [caption] * 8).tolist() == [1.0] * 8
+
+
+def test_a_relation_of_two_objects_of_one_shape_can_be_wrong():
+    rng = np.random.default_rng(5)
+    images = [sample_scene_image("a star above a star", rng) for _ in range(8)]
+    scores = geneval.PocketGenEval()(images, ["a star left of a star"] * 8)
+    assert scores.mean() < 1
 
 
 def test_diffusers_alone_draws_an_image_without_network():

@@ -33,7 +33,11 @@ class PublishedTable(BaseModel):
     model: str = ""  # model that the methods trained
     trained: str = ""  # rewards that the methods trained on
     metric: str = ""  # metric of the scores
-    scores: dict[str, float] = Field(min_length=2)  # keyed by method; higher is better
+    # keyed by method; higher is better
+    scores: dict[str, float] = Field(
+        min_length=2,
+        json_schema_extra={"takes": "a mapping of at least two methods to finite numbers"},
+    )
     # methods whose scores were copied from another paper
     copied: tuple[str, ...] = Field(default=(), strict=False)
 
