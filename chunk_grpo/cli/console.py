@@ -129,7 +129,7 @@ def print_json(content: dict | list) -> None:
     finite = json.loads(json.dumps(content, default=str), parse_constant=lambda _: None)
     # A script must not mistake JSON that was cut off, as by a full disk, for the result.
     raw_file = getattr(getattr(sys.stdout, "buffer", None), "raw", None)
-    if isinstance(raw_file, BestEffortFile):
+    if hasattr(raw_file, "drops_errors"):  # a `BestEffortFile`
         raw_file.drops_errors = False
     typer.echo(json.dumps(finite, indent=1))
     sys.stdout.flush()
