@@ -65,8 +65,8 @@ def velocity_and_gradient(
     [
         ("dev", "_native_math", MATH, FLASH),
         ("dev", "_native_flash", FLASH, MATH),
-        ("qwen", "_native_math", MATH, FLASH),
-        ("z_image", "_native_math", MATH, FLASH),
+        pytest.param("qwen", "_native_math", MATH, FLASH, marks=pytest.mark.slow),
+        pytest.param("z_image", "_native_math", MATH, FLASH, marks=pytest.mark.slow),
     ],
 )
 def test_backend_computes_what_native_does_with_its_own_kernel(

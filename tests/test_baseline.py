@@ -82,6 +82,7 @@ def test_more_than_a_group_is_refused(world, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("images", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_the_report_shows_it_where_it_is(tmp_path, images):
     """The figure above the base with what it says of the last iterations; nothing of it in other runs."""

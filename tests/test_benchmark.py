@@ -53,6 +53,7 @@ def images(folder):
     }
 
 
+@pytest.mark.slow
 def test_a_killed_drawing_goes_on_and_processes_share_it(trained):
     folder = trained / "run" / "benchmarks" / "six"
     words = (

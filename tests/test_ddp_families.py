@@ -38,6 +38,7 @@ def said_by_two(names, folder):
     )
 
 
+@pytest.mark.slow
 def test_qwen_image_trains_on_two_processes(tmp_path):
     """Its last block computes what nothing reads."""
     assert said_by_two(["qwen"], tmp_path) == {f"qwen {way}": "trains" for way in WAYS}

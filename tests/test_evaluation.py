@@ -127,6 +127,7 @@ def scores(run):
     )
 
 
+@pytest.mark.slow
 def test_an_evaluation_killed_twice_is_that_which_ran_through(run, forks, tmp_path):
     whole = shutil.copytree(run, tmp_path / "whole")
     summary = evaluate.evaluate(whole, trust=True)
@@ -324,6 +325,7 @@ def test_another_version_of_a_reward_starts_another_evaluation(run, tmp_path):
     assert folder("incompressibility").name == digest[:12]
 
 
+@pytest.mark.slow
 def test_checkpoints_of_an_unfinished_run_are_evaluated_beside_one_another(run, monkeypatch):
     """The weights of a checkpoint give the scores that they would give as final weights."""
     final = evaluate.evaluate(run, trust=True)
@@ -410,6 +412,7 @@ def test_an_interrupt_of_an_evaluation_says_how_to_go_on(run, monkeypatch, capsy
     assert f"continue with: chunk-grpo evaluate {run} eval_images=4" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_process_that_refuses_says_why(run):
     with pytest.raises(InputError, match="evaluation: a sampling process failed: .*nowhere"):
         evaluate.evaluate(run, changes={"eval_rewards": ["nowhere:red"]}, processes=2, trust=True)

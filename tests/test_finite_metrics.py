@@ -61,6 +61,7 @@ def skipped(tmp_path_factory):
     return train(load_settings("pocket/tiny", values), folder / "run")
 
 
+@pytest.mark.slow
 def test_run_with_numbers_that_are_not_finite_is_read_by_everything(skipped):
     lines = run_folder.read_metrics_lines(skipped)
     assert lines[-1]["own"] == [None, 1.0] and set(lines[-1]["ratio_dev"]) == {None}

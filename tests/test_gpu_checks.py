@@ -203,6 +203,7 @@ def test_without_a_gpu_nothing_is_measured_and_nothing_written(tmp_path):
     assert done.returncode == 2 and "--small needs --out" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_check_has_a_process_of_its_own_and_a_line(tmp_path):
     done = tool(9, "--small", "--out", tmp_path)
     assert done.returncode == 0, done.stderr

@@ -52,7 +52,11 @@ def test_a_size_that_cannot_be_is_rejected_in_one_sentence(value):
 
 
 @pytest.mark.parametrize(
-    "model", ["black-forest-labs/FLUX.1-dev", "stabilityai/stable-diffusion-3.5-medium"]
+    "model",
+    [
+        "black-forest-labs/FLUX.1-dev",
+        pytest.param("stabilityai/stable-diffusion-3.5-medium", marks=pytest.mark.slow),
+    ],
 )
 def test_plan_counts_the_pixels_of_both_sides(model):
     """Twice as wide is twice the tokens, and wide costs what tall costs."""
@@ -91,7 +95,14 @@ def test_a_measured_share_is_that_of_the_square_with_as_many_pixels():
     assert shares[0] != shares[2] and math.prod(image_size((480, 1080))) == 720**2
 
 
-@pytest.mark.parametrize("name", ["dev", "sd3", "qwen"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "dev",
+        pytest.param("sd3", marks=pytest.mark.slow),
+        pytest.param("qwen", marks=pytest.mark.slow),
+    ],
+)
 def test_a_run_is_drawn_resumed_evaluated_and_sampled_in_its_sizes(name, tmp_path):
     """Two families of positions, one that crops them; a killed run ends as one that was not."""
     folder = write(tmp_path, model=str(tiny_families.build(name, tmp_path / name)), **SIZES)
@@ -115,6 +126,7 @@ def test_a_run_is_drawn_resumed_evaluated_and_sampled_in_its_sizes(name, tmp_pat
     assert "height=64, width=32" in card
 
 
+@pytest.mark.slow
 def test_the_pocket_model_trains_on_wide_images(tmp_path):
     (tmp_path / "prompts.txt").write_text("a red star\ntwo stars\n")
     words = ["iterations=2", "prompts_per_iteration=2", "images_per_prompt=2", "threads=1", *WORDS]

@@ -204,6 +204,7 @@ def test_a_run_is_led_away_from_its_negative_prompts(name, tmp_path):
     assert (folder / "whole" / "evaluation" / "scores.jsonl").read_text() == scores
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["dev", pytest.param("sd3", marks=pytest.mark.slow)])
 def test_evaluation_has_its_own_guidance(name, tmp_path):
     """Training is the same to the bit as without; the base's evaluation is that of a run with this guidance."""

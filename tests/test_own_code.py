@@ -49,6 +49,7 @@ def installed(folder: Path, *words, **more) -> subprocess.CompletedProcess:
     )
 
 
+@pytest.mark.slow
 def test_the_installed_command_finds_ones_own_reward_in_training_and_evaluation(tmp_path):
     (tmp_path / "my_rewards.py").write_text(RED)
     (tmp_path / "few.txt").write_text("a red star\na blue ring\n")

@@ -307,7 +307,9 @@ def run_every_block(net, total):
         del block.forward
 
 
-@pytest.mark.parametrize("rank, checkpointing", [(0, False), (4, True)])
+@pytest.mark.parametrize(
+    "rank, checkpointing", [(0, False), pytest.param(4, True, marks=pytest.mark.slow)]
+)
 def test_blocks_that_are_alike_keep_alike(family, rank, checkpointing, monkeypatch):
     """Six blocks in each list, of which two of a kind run: the bytes of all six."""
     network = find_model_config(family)
@@ -715,6 +717,7 @@ def test_a_saving_that_is_enough_is_offered(preset, changes, device, expected):
     assert all(name in text for name in expected)
 
 
+@pytest.mark.slow
 def test_a_base_in_host_memory_is_offered_only_under_an_adapter():
     run_settings = settings.load_settings(
         "paper/one-h200-lora", {"resolution": 2048, "eval_resolution": 2048}

@@ -262,6 +262,7 @@ def test_the_whole_training_in_miniature_writes_what_is_shipped(trainer, tmp_pat
     assert again["sha256"] == made["sha256"]  # read back from the work folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", ["flow", "clip"])
 def test_an_interrupted_training_ends_where_a_straight_one_ends(
     trainer, vae, part, tmp_path, monkeypatch

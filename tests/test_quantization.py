@@ -32,6 +32,7 @@ def test_a_plan_counts_the_bytes_of_each_format():
     assert none - nf4 == pytest.approx((none - int8) * (2 - 0.5625), rel=1e-6)
 
 
+@pytest.mark.slow
 def test_a_plan_advises_a_quantized_base_only_under_an_adapter():
     words = ["resolution=512", "update_batch=1", "rollout_batch=2", "--device", "rtx4090"]
     said = run("plan", "machines/80gb-lora-flux1-dev", *words)

@@ -105,6 +105,7 @@ def test_each_line_of_the_clip_figure_has_its_own_name_and_a_chunk_without_a_lin
     assert {k: tuple(v) for k, v in drawn.items()} == {k: tuple(v) for k, v in named.items()}
 
 
+@pytest.mark.slow
 def test_a_run_whose_method_has_other_metrics_gets_its_report_comparison_and_live_figure(
     whole, tmp_path
 ):
@@ -373,6 +374,7 @@ def test_compare_prints_what_cannot_be_compared_before_the_table(unequal, tmp_pa
     assert answer.exit_code == 0 and "cannot be compared" not in answer.output
 
 
+@pytest.mark.slow
 def test_the_page_of_a_comparison_warns_and_shows_images(unequal, tmp_path):
     page = reports.write_report(
         "compare", tmp_path / "page.html", runs=list(map(str, unequal))

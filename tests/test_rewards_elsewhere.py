@@ -113,6 +113,7 @@ def test_a_worker_and_a_server_train_the_same_run(tmp_path):
     assert weights(far) == weights(near) != {}
 
 
+@pytest.mark.slow
 def test_a_reward_that_dies_hangs_and_fails(tmp_path, monkeypatch):
     """Once dead or hanging: training goes on. Not a number, or gone for good: one sentence, and the run is resumed."""
     build(tmp_path / "model")

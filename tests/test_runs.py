@@ -588,6 +588,7 @@ def test_every_report_has_one_parameters_cell_and_no_output():
         assert not any(cell.get("outputs") for cell in cells)
 
 
+@pytest.mark.slow
 def test_the_report_of_a_failed_run_shows_what_is_there(tmp_path, monkeypatch):
     run = synthetic.write(tmp_path / "run", evaluated=False, status="failed", upto=3)
     run_folder.update_run_json(run, error="ValueError: <b>lost</b>")
@@ -647,6 +648,7 @@ def test_reports_read_older_and_newer_summaries(tmp_path):
     assert write_run_report(newer(tmp_path / "new")).is_file()
 
 
+@pytest.mark.slow
 def test_the_report_of_an_evaluation_reads_a_newer_summary(tmp_path):
     new = newer(tmp_path / "new")
     file = new / "evaluation" / "summary.json"

@@ -241,7 +241,14 @@ def test_methods_train_groups_of_several_sizes(name, tmp_path):
     assert len(sampled) > 1
 
 
-@pytest.mark.parametrize("name", ["dev", "sd3", "qwen"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "dev",
+        pytest.param("sd3", marks=pytest.mark.slow),
+        pytest.param("qwen", marks=pytest.mark.slow),
+    ],
+)
 def test_a_run_in_several_sizes_resumes_bit_for_bit(name, tmp_path):
     """The ratio is 1 before the first update, and images as trained have the sizes of training."""
     sizes = [[32, 64], [64, 32], [32, 32]]
@@ -299,6 +306,7 @@ def test_a_profile_measures_each_prompt_at_its_size(policy):
     torch.testing.assert_close(mixed["l1"][[0, 2]], wide["l1"])
 
 
+@pytest.mark.slow
 def test_plan_takes_the_largest_size_for_memory_and_the_mean_for_time():
     model = "black-forest-labs/FLUX.1-dev"
     config = find_model_config(model)

@@ -332,6 +332,7 @@ def page_runs(results: Path, log: Path):
     assert child.exitcode == 0, log.read_text(errors="replace")[-6000:]
 
 
+@pytest.mark.slow
 def test_the_page_runs_on_what_is_kept(tmp_path):
     page_runs(ROOT / "runs/results", tmp_path / "log")
 

@@ -196,6 +196,7 @@ def test_paired_is_a_t_test_on_the_same_seeds():
         analysis.gains_by_seed(rows, "hpsv3")
 
 
+@pytest.mark.slow
 def test_a_claim_follows_its_rows(kept):
     """The same claim holds, does not hold, and cannot be told, as the invented effect says."""
 
@@ -220,6 +221,7 @@ def test_a_claim_follows_its_rows(kept):
     assert verdict()["verdict"] == "inconclusive" and "1 seed" in verdict()["measured"]
 
 
+@pytest.mark.slow
 def test_claims_of_every_study_are_measured_where_rows_are_whole(kept):
     for name in NAMES:
         write(kept, name)

@@ -99,6 +99,7 @@ def test_a_finished_study_is_not_run_again(home, through):
     )
 
 
+@pytest.mark.slow
 def test_rows_from_elsewhere_are_taken(home, through, tmp_path):
     out = tmp_path / "small"
     said = run("study", home, "--out", out, "--known", through / "results.jsonl")
@@ -110,6 +111,7 @@ def test_rows_from_elsewhere_are_taken(home, through, tmp_path):
     assert design.find_finished_row(design.expand_trials(home)[0], out, [changed]) is None
 
 
+@pytest.mark.slow
 def test_rows_count_as_finished_although_their_folders_were_deleted(home, through, tmp_path):
     out = tmp_path / "small"
     out.mkdir()
@@ -569,6 +571,7 @@ evaluation: {eval_images: 2}
 """
 
 
+@pytest.mark.slow
 def test_images_of_the_base_are_sampled_once(home, tmp_path):
     """Trials that copy them have the rows and images that each has alone, and a change to the base is seen."""
     folder = tmp_path / "plan"

@@ -416,6 +416,7 @@ def test_every_tracker_of_accelerate_can_be_named():
     assert set(IMAGE_TRACKERS) <= {str(name) for name in takes_images}
 
 
+@pytest.mark.slow
 def test_a_tracker_that_takes_no_images_gets_the_numbers(world, tmp_path):
     """trackio stands for those without images; a stand-in for its package notes what accelerate hands it."""
     package = tmp_path / "trackio"

@@ -378,6 +378,7 @@ def test_a_second_call_runs_nothing_again_and_keeps_to_its_options(tmp_path, pro
         try_method.try_method(mine, out=tmp_path, protocol=protocol)
 
 
+@pytest.mark.slow
 def test_a_try_beside_another_does_not_train_the_reference_again(tmp_path, protocol, invent):
     runs = invent(best_in_the_middle)
     mine = write_method(tmp_path, CLIP_HIGHER)

@@ -60,6 +60,7 @@ def export(run, hub, monkeypatch):
     return call
 
 
+@pytest.mark.slow
 def test_the_command_uploads_what_it_exports(run, hub, tmp_path):
     done = subprocess.run(
         command("export", run, tmp_path / "out", "--push-to-hub", "me/my-lora"),

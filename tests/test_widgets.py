@@ -260,6 +260,7 @@ def lab(tmp_path):
         yield f"{address}/lab/tree/editor.ipynb?reset"
 
 
+@pytest.mark.slow
 @pytest.mark.browser
 @pytest.mark.skipif(
     CHROMIUM is None, reason="no Chromium on this machine (apt-get install chromium)"
