@@ -504,8 +504,12 @@ def evaluate(
     if AS_TRAINED_ARMS.keys() <= arms.keys():
         names = ("sampler", "steps", "eta", "shift", "resolution")
         summary |= {"as_trained": {name: getattr(settings, name) for name in names}}
-        if not len(load_method(settings).sampler(settings.iterations - 1).stochastic_steps):
+        sampler = load_method(settings).sampler(settings.iterations - 1)
+        noisy = len(sampler.stochastic_steps)
+        if not noisy:
             summary["as_trained"] |= {"sampler": "ode", "eta": 0.0}
+        elif noisy < len(sampler) - 1:  # a window
+            summary["as_trained"] |= {"steps": len(sampler), "noisy_transitions": noisy}
     training_guidance, evaluation_guidance = setting.guidance_scales(settings)
     if evaluation_guidance != training_guidance:
         summary |= {"guidance": list(evaluation_guidance)}

@@ -540,6 +540,8 @@ def describe_evaluation_differences(
             training_guidance, _ = setting.guidance_scales(read_run_settings(run))
             summary = summary | {"guidance": list(training_guidance)}
         evaluation = {term: summary.get(key) for key, term in terms.items()}
+        if "hybrid" not in summary.get("arms", ("hybrid",)):
+            evaluation[terms["split"]] = None
         records = read_evaluation_records(run)
         prompts = dict.fromkeys((record["prompt_index"], record["prompt"]) for record in records)
         evaluations.append(evaluation | {"list of prompts": list(prompts)})

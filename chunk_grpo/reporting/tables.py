@@ -244,6 +244,10 @@ def describe_as_trained_sampling(
     guidance = ""
     if "guidance" in sampling:  # present if it differs from the evaluation's
         guidance = ", guidance {:g} and true guidance {:g}".format(*sampling["guidance"])
+    if "noisy_transitions" in sampling:
+        guidance += (
+            f", noise in {sampling['noisy_transitions']} transitions, as in the last iteration"
+        )
     if sampling["sampler"] == "ode":
         sampler = f"the ODE ({sampling['steps']} steps"
     else:
