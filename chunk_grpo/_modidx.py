@@ -2272,6 +2272,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                     'chunk_grpo/runs/launch.py'),
                                         'chunk_grpo.runs.launch._print_line': ( '09_runs/launch.html#_print_line',
                                                                                 'chunk_grpo/runs/launch.py'),
+                                        'chunk_grpo.runs.launch._read_final_error': ( '09_runs/launch.html#_read_final_error',
+                                                                                      'chunk_grpo/runs/launch.py'),
                                         'chunk_grpo.runs.launch._roll_back': ( '09_runs/launch.html#_roll_back',
                                                                                'chunk_grpo/runs/launch.py'),
                                         'chunk_grpo.runs.launch._run_worker': ( '09_runs/launch.html#_run_worker',

@@ -28,7 +28,8 @@ from chunk_grpo.reward_serving.client import (
     send_request,
 )
 from chunk_grpo.runs import launch, run_folder
-from chunk_grpo.training import credit_assignment, groups, trainer
+from chunk_grpo.training import credit_assignment, groups, trainer, update
+from chunk_grpo.training import metrics as training_metrics
 
 FEW = {
     "reward": "tiny_rewards:broken_while",
@@ -149,6 +150,71 @@ def test_a_reward_that_fails_in_an_evaluation_costs_nothing(
     assert (last / "metrics.jsonl").read_text() == (resumed / "metrics.jsonl").read_text()
 
 
+@pytest.mark.parametrize("ema", [0.0, 0.9])
+def test_an_evaluation_that_cannot_be_sampled_costs_nothing(tmp_path, broken, monkeypatch, ema):
+    """It may need more memory than an update. The checkpoint has the trained weights, not their average."""
+    changes = {"reward": "tiny_rewards:red", "eval_every": 2, "ema": ema}
+    world = write(tmp_path, **FEW | changes)
+    whole = launch.train(world / "s.yaml", tmp_path / "whole")
+    sample_images = training_metrics.sample_images
+
+    def sample_unless_broken(**options):
+        if broken.exists():
+            raise torch.OutOfMemoryError("no ink is left")
+        return sample_images(**options)
+
+    monkeypatch.setattr(training_metrics, "sample_images", sample_unless_broken)
+    train_until_broken(world, tmp_path / "run", broken, iteration=1)
+    log = (tmp_path / "run/train.log").read_text()
+    assert "the evaluation failed; the checkpoint of iteration 2 is written" in log
+
+    broken.unlink()
+    resumed = launch.train(world / "s.yaml", tmp_path / "run", resume=True)
+    assert trained(resumed) == trained(whole) and metrics(resumed) == metrics(whole)
+
+
+def test_scores_that_overflow_cost_only_the_iteration_in_flight(tmp_path, monkeypatch):
+    world = write(tmp_path, **FEW | {"reward": "tiny_rewards:red"})
+    check = trainer.check_rollout_is_finite
+
+    def reject_third(rollout, iteration):
+        if iteration == 2:
+            raise InputError("`reward` must be finite")
+        check(rollout, iteration)
+
+    monkeypatch.setattr(trainer, "check_rollout_is_finite", reject_third)
+    with pytest.raises(InputError, match="`reward` must be finite"):
+        launch.train(world / "s.yaml", tmp_path / "run")
+    assert [folder.name for folder in (tmp_path / "run/checkpoints").iterdir()] == ["000002"]
+
+
+def test_a_clock_that_is_set_back_leaves_a_readable_run(tmp_path, monkeypatch):
+    world = write(tmp_path, **FEW | {"reward": "tiny_rewards:red"})
+    now = launch.time.time
+    monkeypatch.setattr(launch.time, "time", lambda: now() - 3000 * len(calls))
+    calls: list[int] = []
+    run = launch.train(world / "s.yaml", tmp_path / "run", callbacks=[lambda *_: calls.append(1)])
+    assert run_folder.read_run_info(run)["seconds"] >= 0
+
+
+def test_a_restart_does_not_undo_the_end_of_a_run(tmp_path):
+    """An alarm in `stop_on` ends the run, although the processes may be restarted once."""
+    (tmp_path / "stop_at.py").write_text(
+        "from chunk_grpo.training.callbacks import Callback, StopTraining\n\n\n"
+        "class StopAtTwo(Callback):\n"
+        "    def on_log(self, state, line):\n"
+        "        if line['iteration'] == 2:\n"
+        "            raise StopTraining('two are enough')\n"
+    )
+    world = write(tmp_path, **FEW | {"reward": "tiny_rewards:red"})
+    words = ["--processes", "2", "--max-restarts", "1", "--callback", "stop_at.py:StopAtTwo"]
+    said = run(
+        "train", world / "s.yaml", *words, "--out", "run", "--no-report", cwd=tmp_path, code=2
+    )
+    assert "two are enough" in said
+    assert [line["iteration"] for line in metrics(tmp_path / "run")] == [0, 1, 2]
+
+
 def test_a_callback_that_fails_costs_nothing(tmp_path):
     """The iteration before it is finished, so a checkpoint of it is written."""
     world = write(tmp_path, **FEW | {"reward": "tiny_rewards:red"})
@@ -167,10 +233,14 @@ def test_a_callback_that_fails_costs_nothing(tmp_path):
 
 @pytest.mark.parametrize(
     ("module", "name", "expected"),
-    [(groups, "sample_trajectories", ["000002"]), (trainer, "update_policy", [])],
+    [
+        (groups, "sample_trajectories", ["000002"]),
+        (update, "accumulate_gradients", ["000001"]),  # two updates per iteration
+        (update, "step_optimizer", []),
+    ],
 )
 def test_another_error_costs_no_finished_iteration(tmp_path, monkeypatch, module, name, expected):
-    """An error before the update leaves the weights of the last iteration, one in an update does not."""
+    """An error before the first step leaves the weights of the last iteration, one in a step may not."""
     world = write(tmp_path, **FEW | {"reward": "tiny_rewards:red"})
     whole = getattr(module, name)
     calls = []

@@ -224,7 +224,7 @@ def evaluation_flops(
         * mean_forward_flops(config, sampled.sizes, settings.max_tokens)
         for sampled in evaluation_forwards(settings).values()
     )
-    during_training = (
-        settings.eval_count * settings.eval_images * arms * settings.eval_steps * forward_flop
-    )
+    # A list may have fewer prompts than an evaluation may use.
+    count = min(settings.eval_count, len(read_held_out_prompts(settings)) or settings.eval_count)
+    during_training = count * settings.eval_images * arms * settings.eval_steps * forward_flop
     return EvaluationFlops(during_training, evaluations, after_run)

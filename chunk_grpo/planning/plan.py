@@ -293,6 +293,9 @@ def _merge_savings(
     # Processes that share weights make equally many forward passes, so all their images have one size.
     if sharding == "fsdp" and len(training_sizes(settings)) > 1:
         return None
+    # Distances of images need a reward in the training process.
+    if "reward_options" in changes and settings.diversity:
+        return None
     trains_all = not changes.get("lora_rank", settings.lora_rank)
     optimizer = changes.get("optimizer", settings.optimizer)
     if sharding == "fsdp" and trains_all and optimizer != "adamw":
@@ -633,7 +636,11 @@ def describe_measured_times(
     Returns one row per phase, with the median over the iterations, and a row that says that memory was not measured. If the
     run has no finished iteration, the only row says so.
     """
-    measured = [line["seconds"] for line in lines if line.get("seconds")]
+    measured = [dict(line["seconds"]) for line in lines if line.get("seconds")]
+    # The count of the rollout includes the completions of images for credit.
+    for seconds in measured:
+        if "completions" in seconds:
+            seconds["rollout"] = seconds.get("rollout", 0.0) + seconds.pop("completions")
     config = find_model_config(settings.model, settings.family)
     if not measured:
         return [("measured", "nothing: the run has no finished iteration")]

@@ -101,7 +101,7 @@ class _MarkFinished(Callback):
             state.run,
             status="finished",
             finished=time.time(),
-            seconds=self.seconds_before + time.time() - self.start,
+            seconds=self.seconds_before + max(0.0, time.time() - self.start),
         )
 
 
@@ -180,7 +180,8 @@ def _train_in_process(
             if is_first:
                 # A full disk or a damaged run.json must not hide the error that ended the run.
                 with contextlib.suppress(OSError, InputError):
-                    update_run_json(run, seconds=seconds_before + time.time() - start)
+                    # The clock may have been set back.
+                    update_run_json(run, seconds=seconds_before + max(0.0, time.time() - start))
 
 
 def _is_finished(run: Path) -> bool:
@@ -270,6 +271,21 @@ def _explain_first_failure(
     return 1, reason, ""
 
 
+def _read_final_error() -> dict | None:
+    """Return what a worker reported before the last restart, if a restart cannot mend it; otherwise return None.
+
+    Such an error is wrong input, a full disk, or the end of the run by an alarm or a callback.
+    """
+    attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    folder = Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parent.parent  # attempt_N of this attempt
+    for file in sorted(folder.parent.glob(f"attempt_{attempt - 1}/*/error.json")):
+        with contextlib.suppress(OSError, ValueError):
+            report = json.loads(file.read_text(encoding="utf-8"))
+            if report.get("exit_code") == InputError.exit_code:
+                return report
+    return None
+
+
 def _run_worker(
     run: Path,  # the run folder
     parent: int,  # process id of the agent
@@ -280,6 +296,10 @@ def _run_worker(
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)  # as torchrun does it: processes share the cores
     is_first = os.environ["RANK"] == "0"
+    if report := _read_final_error():
+        error_file = Path(os.environ["TORCHELASTIC_ERROR_FILE"])
+        error_file.write_text(json.dumps(report), encoding="utf-8")
+        return report["exit_code"]
     try:
         # Every process has the callback objects, but only the first one calls functions.
         loaded = [load_callback(name) for name in callback_names]

@@ -46,8 +46,12 @@ def default_process_count(run: Path | str) -> int:
     It is the number that trained the run, but at most one per GPU, or one per core without a GPU. Raises InputError if
     run.json is missing or damaged.
     """
-    available = torch.cuda.device_count() or core_count()
-    trained_with = read_json(Path(run) / "run.json", RunInfo).get("processes", 1)
+    run_info = read_json(Path(run) / "run.json", RunInfo)
+    gpus = torch.cuda.device_count()
+    if run_info.get("settings", {}).get("device") == "cpu":
+        gpus = 0
+    available = gpus or core_count()
+    trained_with = run_info.get("processes", 1)
     return max(1, min(trained_with, available))
 
 

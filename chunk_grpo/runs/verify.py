@@ -173,7 +173,7 @@ def _tolerance_fraction(
     if not are_numbers or isinstance(value, int) or name == "lr":
         return math.inf
     reward_std = 0.0
-    if name.startswith(("reward", "eval")):
+    if name.startswith(("reward", "eval", "above_base")):
         reward_std = line.get("reward_std") or 0.0
     relative_tolerance = {"float32": 1e-3, "float16": 1e-2, "bfloat16": 5e-2}[settings.dtype]
     allowed = relative_tolerance * max(abs(value), abs(repeated_value), reward_std)
@@ -196,7 +196,11 @@ def compare_lines(
     inf if none is allowed.
     """
     rows = []
+    run_lines = list(run_lines)
+    first_std = next((line["reward_std"] for line in run_lines if line.get("reward_std")), 0.0)
     for line, repeated in zip(run_lines, repeated_lines, strict=False):
+        # The base's evaluation has no rewards of its own, so it has the spread of the first iteration.
+        spread = {"reward_std": line.get("reward_std") or first_std}
         for name in line:
             if name not in repeated or name.startswith("seconds"):
                 continue
@@ -209,7 +213,7 @@ def compare_lines(
                     name=name,
                     value=line[name],
                     repeated_value=repeated[name],
-                    line=line,
+                    line={**line, **spread},
                     settings=settings,
                 ),
             }
@@ -407,7 +411,12 @@ def verify_run(
         "code": "code",
     }
     for name, title in inputs.items():
-        if name in differences:
+        if name not in differences:
+            continue
+        recorded, _ = differences[name]
+        if recorded is None:
+            unchecked.append(f"the run did not record the files of the {title}")
+        else:
             changed.append(f"the files of the {title} are not those that the run was trained on")
     largest = max([row["share"] for row in rows] + [weights or 0.0])
     if changed or largest > 1:

@@ -295,19 +295,21 @@ def evaluate_held_out(
     training_guidance, evaluation_guidance = guidance_scales(settings)
     policy.set_resolution(settings.eval_resolution).set_guidance(*evaluation_guidance)
     images = {}
-    for arm, split in splits.items():
-        images[arm] = sample_images(
-            policy=policy,
-            prompts=state.held_out,
-            image_indices=sampled,
-            seed=settings.eval_seed,
-            steps=settings.eval_steps,
-            split=split,
-            batch=settings.rollout_batch,
-        )
-    policy.set_resolution(training_sizes(settings)[0]).set_guidance(*training_guidance)
-    if state.ema is not None:
-        trainable.swap_weights(policy.trained, state.ema.shadow_params)
+    try:
+        for arm, split in splits.items():
+            images[arm] = sample_images(
+                policy=policy,
+                prompts=state.held_out,
+                image_indices=sampled,
+                seed=settings.eval_seed,
+                steps=settings.eval_steps,
+                split=split,
+                batch=settings.rollout_batch,
+            )
+    finally:  # after an error, too, since a checkpoint of these weights may follow
+        policy.set_resolution(training_sizes(settings)[0]).set_guidance(*training_guidance)
+        if state.ema is not None:
+            trainable.swap_weights(policy.trained, state.ema.shadow_params)
 
     # Score all images before the processes exchange scores, so that all of them learn whether it failed.
     local_scores: dict[tuple[str, str], list[float]] = {}  # (arm, reward) -> scores

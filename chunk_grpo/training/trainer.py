@@ -14,7 +14,7 @@ from pathlib import Path
 from .. import InputError
 from ..core import files, machine, settings as setting
 from .callbacks import Alarms, Callback, Logger
-from .credit_assignment import ScoringFailed, share_error
+from .credit_assignment import ScoringFailed, fail_together, share_error
 from chunk_grpo.training.groups import (
     check_rollout_is_finite,
     time_phase,
@@ -49,8 +49,8 @@ def train_iteration(state: TrainingState) -> dict:  # the iteration's metrics
     The line includes scores of held-out prompts if an evaluation is due. Adds 1 to `state.iteration`, and writes
     profile.json if the profile is due and samples/ if an evaluation is; the caller writes the line, sets
     `state.is_updating` to False, and writes the checkpoint.
-    Every process must call this function. Raises ScoringFailed if images could not be scored, and InputError if an
-    advantage or a log-probability is infinite or NaN.
+    Every process must call this function. Raises ScoringFailed if images could not be scored, if an advantage or a
+    log-probability is infinite or NaN, or if the evaluation of a single process fails.
     """
     settings = state.settings
     start = time.perf_counter()
@@ -60,7 +60,9 @@ def train_iteration(state: TrainingState) -> dict:  # the iteration's metrics
     # No weight changes while groups are sampled and scored, so a signal may end the run here.
     with allow_interruption(state):
         rollout = sample_groups(state)
-    check_rollout_is_finite(rollout, state.iteration)
+    # In every process, so that the run keeps its finished iterations.
+    with fail_together(state):
+        check_rollout_is_finite(rollout, state.iteration)
 
     # The base's scores on the same prompts distinguish progress from easier prompts.
     base = None
@@ -76,7 +78,6 @@ def train_iteration(state: TrainingState) -> dict:  # the iteration's metrics
         profile = {}
         if is_profile_due:
             profile = measure_profile(state, rollout.context.trajectories)
-        state.is_updating = True
         update = update_policy(state, rollout)
     state.iteration += 1
 
@@ -89,6 +90,11 @@ def train_iteration(state: TrainingState) -> dict:  # the iteration's metrics
                 line |= evaluate_held_out(state)
         except ScoringFailed as scoring_failure:
             failure = scoring_failure
+        except Exception as error:  # such as a lack of memory
+            # Other processes would wait for this one, so the launcher ends them.
+            if state.accelerator.num_processes > 1:
+                raise
+            failure = ScoringFailed(error)
 
     # Reports read the profile without a model.
     if profile and state.accelerator.is_main_process:
@@ -251,7 +257,9 @@ def train_run(
                     log(f"warning: a callback failed too: {type(error).__name__}: {error}")
                 state.is_updating = False
                 check_weights_are_finite(state)
-            save_despite_error("scoring failed")
+            save_despite_error(
+                "scoring failed" if failure.line is None else "the evaluation failed"
+            )
             # Once one process ends, the launcher ends the others, which may still be writing.
             state.accelerator.wait_for_everyone()
             raise failure.error

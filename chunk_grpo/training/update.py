@@ -151,7 +151,9 @@ def build_update_batches(
     update_batches = []
     sample_counts = []
     # Unless the batches are ragged, all processes have equally many chunk samples and need not communicate.
-    is_ragged = not isinstance(chunks, Chunks) or settings.drop_flat_groups
+    # A method of one's own may select fewer chunks for some images.
+    is_own_method = not type(method).__module__.startswith("chunk_grpo.")
+    is_ragged = not isinstance(chunks, Chunks) or settings.drop_flat_groups or is_own_method
     for images in shares:
         trained = images
         if settings.drop_flat_groups:
@@ -351,6 +353,7 @@ def update_policy(
         check_weights_have_gradients(state.policy, waiting_processes)
         if settings.sharding != "none" and state.policy.lora:
             average_adapter_gradients(state)
+        state.is_updating = True  # from here on the weights are not those of a finished iteration
         norms.append(step_optimizer(state))
 
     _update_reference_weights(state, norms)
