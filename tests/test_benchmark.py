@@ -53,7 +53,6 @@ def images(folder):
     }
 
 
-@pytest.mark.slow
 def test_a_killed_drawing_goes_on_and_processes_share_it(trained):
     folder = trained / "run" / "benchmarks" / "six"
     words = (

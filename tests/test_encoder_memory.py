@@ -4,7 +4,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import distribute_tensor
 
 from chunk_grpo.models import prompt_embeds
 
@@ -35,7 +38,7 @@ def gpu(monkeypatch):
     return memory
 
 
-def make_policy(monkeypatch, encoder_bytes, sharded=False, error=None):
+def make_policy(monkeypatch, encoder_bytes, wrapped=False, error=None):
     """Return a policy on the GPU and the list of its networks' moves; its text encoder has a size of its own choice."""
     moves = []
     encoder = RecordedModule("encoder", moves)
@@ -56,12 +59,13 @@ def make_policy(monkeypatch, encoder_bytes, sharded=False, error=None):
         return {"prompt_embeds": torch.zeros(len(prompts), 1)}
 
     monkeypatch.setattr(prompt_embeds, "_load_encoders", lambda policy: Pipeline())
+    transformer = RecordedModule("transformer", moves)
     policy = SimpleNamespace(
         folder="model",
         device="cuda:0",
-        transformer=RecordedModule("transformer", moves),
+        transformer=transformer,
+        module=nn.Sequential(transformer) if wrapped else transformer,
         vae=None,
-        sharded=sharded,
         embed=embed,
     )
     return policy, moves
@@ -86,9 +90,22 @@ def test_the_transformer_waits_on_the_host_only_if_the_encoders_do_not_fit(
     assert ("waits in host memory" in capsys.readouterr().out) == (moves == AWAY)
 
 
-def test_a_sharded_transformer_stays(gpu, monkeypatch):
-    policy, seen = make_policy(monkeypatch, 20 * GB, sharded=True)
+def test_a_transformer_that_ddp_wraps_stays(gpu, monkeypatch):
+    """A move would cut the hooks by which the processes average their gradients."""
+    policy, seen = make_policy(monkeypatch, 20 * GB, wrapped=True)
     encode(policy)
+    assert seen == ["encoder to cuda:0"]
+
+
+def test_a_sharded_transformer_stays(gpu, monkeypatch):
+    policy, seen = make_policy(monkeypatch, 20 * GB)
+    dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1, backend="gloo")
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        policy.transformer.weight = nn.Parameter(distribute_tensor(torch.zeros(8), mesh))
+        encode(policy)
+    finally:
+        dist.destroy_process_group()
     assert seen == ["encoder to cuda:0"]
 
 

@@ -7,12 +7,14 @@ import pytest
 from huggingface_hub import constants
 
 from chunk_grpo import InputError
+from chunk_grpo.core.files import write_json
 from chunk_grpo.core.settings import load_settings
 from chunk_grpo.models import inputs
 from chunk_grpo.models.cost import find_model_config
 from chunk_grpo.reporting.model_card import card_data, is_hub_id, model_card
 from chunk_grpo.runs import run_folder
-from chunk_grpo.studies.design import comparable_settings
+from chunk_grpo.studies import study
+from chunk_grpo.studies.design import Trial, comparable_settings
 
 FIRST, SECOND = "a" * 40, "b" * 40
 
@@ -55,11 +57,37 @@ def test_a_run_is_resumed_with_the_commit_with_which_it_began(repository, tmp_pa
         run_folder.create_run(other, run, resume=True)
 
 
+def test_a_run_of_a_branch_is_resumed_with_the_settings_that_started_it(repository, tmp_path):
+    settings = load_settings("pocket/tiny", {"model": "someone/small@main"})
+    run = run_folder.create_run(settings, tmp_path / "run")
+    push(repository, SECOND, "second.txt")
+    run_folder.create_run(settings, run, resume=True)
+    assert run_folder.read_run_settings(run).model == f"someone/small@{FIRST}"
+    other = load_settings(settings, {"model": "someone/small@v2"})
+    with pytest.raises(InputError, match=f"`model` must stay .*{FIRST}"):
+        run_folder.create_run(other, run, resume=True)
+
+
+def test_all_trials_of_a_study_have_one_commit(repository, tmp_path):
+    """A push between two trials changes nothing, neither in this call nor in a later one."""
+    settings = load_settings("pocket/tiny", {"model": "someone/small"})
+    trials = [
+        Trial("study", arm, 0, settings, evaluation={}, splits=0) for arm in ("steps", "chunk")
+    ]
+    pinned = study._pin_models(trials, tmp_path)
+    assert {trial.settings.model for trial in pinned} == {f"someone/small@{FIRST}"}
+    run_folder.create_run(trials[0].settings, tmp_path / trials[0].name)
+    push(repository, SECOND, "second.txt")
+    later = study._pin_models(trials, tmp_path)
+    assert {trial.settings.model for trial in later} == {f"someone/small@{FIRST}"}
+
+
 def test_an_older_run_without_a_commit_is_still_resumed(repository, tmp_path):
     settings = load_settings("pocket/tiny", {"model": "someone/small"})
     run = run_folder.create_run(settings, tmp_path / "run")
     old = run_folder.read_run_info(run)["settings"] | {"model": "someone/small"}
-    run_folder.update_run_json(run, settings=old)
+    run_info = {k: v for k, v in run_folder.read_run_info(run).items() if k != "requested_model"}
+    write_json(run / "run.json", run_info | {"settings": old})
     run_folder.create_run(settings, run, resume=True)
     assert run_folder.read_run_settings(run).model == "someone/small"
     push(repository, SECOND, "second.txt")

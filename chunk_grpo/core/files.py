@@ -324,6 +324,7 @@ class RunInfo(TypedDict, total=False):
     records_sha256: str  # only if the records of a prompt list have fields other than the prompt
     code: dict[str, dict[str, str]]  # code files that the settings name, from `user_code.find_code`
     inputs: dict[str, str]  # quickly computed fingerprints of model and prompts, to detect changes
+    requested_model: str  # the setting `model` before a hub id got its commit
     processes: Annotated[int, Field(ge=1)]  # training processes, over all nodes
     seconds: _NonNegativeFloat | None  # duration of the run, without interruptions
     started: float | None  # Unix time of the first start; None: not started yet

@@ -45,6 +45,7 @@ from chunk_grpo.evaluation.evaluate import (
 from .paper_tables import paper_benchmark_rows
 from .parts import evaluation_lock, score_prompt_images
 from chunk_grpo.evaluation.run_images import (
+    encode_arm_prompts,
     find_final_weights,
     hash_trained_weights,
     load_trained_policy,
@@ -511,9 +512,12 @@ def sample_benchmark(
     with use_torch_threads(settings.threads):
         model = load_trained_policy(run, settings, folder=weights_folder)
         model.negative_prompts = {}  # they belong to the run's prompts, not to the benchmark's
+        missing_by_arm = {arm: benchmark.missing_images(Path(out) / arm, share) for arm in arms}
+        needed = {(arm, p): None for arm, missing in missing_by_arm.items() for p, _ in missing}
+        encode_arm_prompts(model, settings, list(benchmark.prompts), needed)
         for arm, split in arms.items():
             folder = Path(out) / arm
-            missing = benchmark.missing_images(folder, share)
+            missing = missing_by_arm[arm]
             batch_size = 4 * settings.rollout_batch
             start = time.monotonic()
             for low in range(0, len(missing), batch_size):

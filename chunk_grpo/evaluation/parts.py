@@ -39,6 +39,7 @@ from chunk_grpo.core.files import (
 from ..core.settings import Settings, diff_settings, load_settings, reward_weights
 from ..core.user_code import code_hashes
 from chunk_grpo.evaluation.run_images import (
+    encode_arm_prompts,
     hash_trained_weights,
     image_cost,
     load_trained_policy,
@@ -380,6 +381,12 @@ def sample_process_parts(
         rewards.check_prompts(scorers, prompts, "eval_prompts", prompt_records)
         model = load_trained_policy(run, settings, folder=weights_folder)
         file = folder / f"parts-{uuid.uuid4().hex}.jsonl"
+        needed = {
+            (arm, n // settings.eval_images): None
+            for arm, low, high in missing
+            for n in range(low, high)
+        }
+        encode_arm_prompts(model, settings, prompts, needed)
         for part in missing:
             records = sample_part(
                 model=model,

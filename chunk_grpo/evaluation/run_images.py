@@ -4,12 +4,12 @@
 
 # %% auto #0
 __all__ = ['AS_TRAINED_ARMS', 'find_final_weights', 'hash_trained_weights', 'find_verified_weights', 'load_trained_policy',
-           'arm_image_size', 'sample_arm_images', 'image_cost']
+           'arm_image_size', 'encode_arm_prompts', 'sample_arm_images', 'image_cost']
 
 # %% ../../nbs/10_evaluation/00_run_images.ipynb #562474c4
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -20,6 +20,7 @@ from ..core.settings import Settings, guidance_scales, image_size, training_size
 from ..models import adapters, trainable
 from ..models.inputs import read_run_negative_prompts
 from ..models.policy import TORCH_DTYPES, Policy
+from ..models.prompt_embeds import encode_missing_prompts
 from ..planning.processes import choose_image_device
 from ..planning.counts import read_held_out_prompts
 from chunk_grpo.runs.run_folder import (
@@ -222,6 +223,26 @@ def arm_image_size(
         return settings.eval_resolution
     sizes = training_sizes(settings)
     return draw_size(sizes, seed=settings.eval_seed, iteration=-1, prompt=prompt_index)
+
+
+def encode_arm_prompts(
+    model: Policy,  # policy with the trained weights; its resolution and guidance change
+    settings: Settings,  # settings of the evaluation
+    prompts: Sequence[str] | Mapping[int, str],  # as for `sample_arm_images`
+    needed: Iterable[tuple[str, int]],  # (arm, prompt index) of images that will be sampled
+) -> None:
+    """Encode the prompts of many images at once, so that the text encoders are not loaded for each batch of images."""
+    training_guidance, evaluation_guidance = guidance_scales(settings)
+    groups: dict = {}  # (guidance, size) -> distinct prompts
+    for arm, prompt_index in needed:
+        guidance = training_guidance if arm in AS_TRAINED_ARMS else evaluation_guidance
+        size = settings.eval_resolution
+        if model.edits_images:  # the source images are scaled to the size of the sampled ones
+            size = arm_image_size(settings, arm, prompt_index)
+        groups.setdefault((guidance, size), {})[prompts[prompt_index]] = None
+    for (guidance, size), distinct in groups.items():
+        model.set_resolution(size).set_guidance(*guidance)
+        encode_missing_prompts(model, list(distinct))
 
 
 def sample_arm_images(

@@ -26,7 +26,7 @@ from chunk_grpo.models.cost import (
     shared_meta_policy,
     run_two_blocks_per_kind,
 )
-from .policy import ModelConfig, Policy, find_blocks
+from .policy import ModelConfig, Policy, find_blocks, padded_batch_size
 
 # %% ../../nbs/03_models/09_activations.ipynb #1ffd9a9c
 # operations that autocast computes in the format of the forward pass
@@ -262,6 +262,8 @@ def activation_bytes(
         checkpointing=settings.gradient_checkpointing,
     )
     rows = settings.update_batch if batch is None else batch
+    if settings.compile and rows:  # compiled blocks get padded batches
+        rows = padded_batch_size(rows)
     if settings.true_cfg_scale > 1:  # classifier-free guidance doubles the rows
         rows *= 2
     return fixed + row * rows
@@ -279,8 +281,11 @@ def fit_update_batch(
         return settings
     fixed = activation_bytes(config, settings, 0)
     row = activation_bytes(config, settings, 1) - fixed
-    batch = int((settings.update_memory * 1e9 - fixed) // row)
-    return settings.model_copy(update={"update_batch": max(1, batch)})
+    batch = max(1, int((settings.update_memory * 1e9 - fixed) // row))
+    if settings.compile:
+        while padded_batch_size(batch) != batch:
+            batch -= 1
+    return settings.model_copy(update={"update_batch": batch})
 
 # %% ../../nbs/03_models/09_activations.ipynb #0cd2cd2a
 def _run_once_per_shape(run: Callable) -> Callable:

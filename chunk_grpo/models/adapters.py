@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from peft import LoraConfig
+from peft.utils.other import get_pattern_key
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -62,14 +63,18 @@ def _download_adapter(
     from huggingface_hub import hf_hub_download
 
     repository, _, file = source.partition(":")
+    name = file or _DIFFUSERS_FILE
+    # Peft writes the scale to a second file; other layouts have none.
+    config = (PurePosixPath(file).parent / _PEFT_CONFIG_FILE).as_posix()
     try:
-        adapter = Path(hf_hub_download(repository, file or _DIFFUSERS_FILE))
-        # Peft writes the scale to a second file; other layouts have none.
-        folder = PurePosixPath(file).parent
+        adapter = Path(hf_hub_download(repository, name))
         with contextlib.suppress(*hub_errors()):
-            hf_hub_download(repository, (folder / _PEFT_CONFIG_FILE).as_posix())
+            hf_hub_download(repository, config)
         return adapter
     except hub_errors() as error:
+        # A broken proxy must not hide an adapter that is already on this machine.
+        with contextlib.suppress(*hub_errors()):
+            return Path(hf_hub_download(repository, name, local_files_only=True))
         reason = str(error).strip().splitlines()[0]
         raise InputError(
             f"`lora_start` must be a run, a folder, a .safetensors file, or a hub id such as owner/name or "
@@ -131,25 +136,35 @@ class Adapter:
         return max(len(a) for a, _ in self.layers.values())
 
 
-def _scale_of_peft_config(
-    config: dict,  # peft's configuration of the adapter: r, lora_alpha ...
+def _check_peft_config(
+    config: dict,  # peft's configuration of the adapter
     file: Path,  # of the adapter, for the error message
-) -> float:
-    """Return the scale in an adapter's peft configuration: alpha / r, or alpha / sqrt(r) for rsLoRA.
-
-    Raises InputError if the layers differ in scale or rank, or the adapter is not plain LoRA.
-    """
-    unsupported = [
-        name
-        for name in ("alpha_pattern", "rank_pattern", "use_dora", "modules_to_save")
-        if config.get(name)
-    ]
+) -> None:
+    """Raise InputError if an adapter is not plain LoRA, or if peft would change the base when it loads the adapter."""
+    unsupported = [name for name in ("use_dora", "modules_to_save") if config.get(name)]
     if unsupported:
         raise InputError(
             f"`lora_start` must be a plain LoRA adapter; the configuration of {file} has `{unsupported[0]}`"
         )
-    rank = config.get("r") or 1
-    alpha = config.get("lora_alpha") or rank
+    # PiSSA and its relatives subtract a part of the base's weights, which this package would keep.
+    start = config.get("init_lora_weights", True)
+    if not isinstance(start, bool) and str(start).lower() not in ("gaussian", "eva", "orthogonal"):
+        raise InputError(
+            "`lora_start` must be an adapter of the unchanged base; the configuration of "
+            f"{file} has `init_lora_weights` {start!r:.40}, which changes the base"
+        )
+
+
+def _scale_of_peft_layer(
+    config: dict,  # peft's configuration of the adapter: r, lora_alpha, rank_pattern ...
+    layer: str,  # name of the layer
+    rank: int,  # of the layer's factors
+) -> float:
+    """Return a layer's scale by peft's configuration: alpha / rank, or alpha / sqrt(rank) for rsLoRA."""
+    alpha = config.get("lora_alpha") or config.get("r") or rank
+    pattern = config.get("alpha_pattern") or {}
+    if pattern:
+        alpha = pattern.get(get_pattern_key(pattern.keys(), layer), alpha)
     return alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank
 
 
@@ -235,10 +250,11 @@ def _convert_layout(
     file: Path,  # of the adapter; in peft's layout, its adapter_config.json must be next to it
     pipeline: str,  # name of the model's pipeline class in diffusers, such as FluxPipeline
     layer_names: Sequence[str],  # of the network's linear layers
-) -> tuple[dict[str, Tensor], dict[str, float], float]:
+) -> tuple[dict[str, Tensor], dict[str, float], dict]:
     """Convert the tensors of an adapter from any supported layout to diffusers' names.
 
-    Returns the tensors keyed by diffusers' names, the alphas keyed by layer, and the scale of layers without an alpha.
+    Returns the tensors keyed by diffusers' names, the alphas keyed by layer, and peft's configuration, which gives the
+    scale of layers without an alpha; it is empty if there is none, and the scale is 1.
     Raises InputError if there are no tensors, if diffusers cannot convert the layout, if a kohya-style name is that of no
     layer, if an alpha is not a number, or if peft's configuration is missing, malformed or not plain LoRA.
     """
@@ -253,13 +269,14 @@ def _convert_layout(
             )
         config = read_json(config_file)
         renamed = {f"transformer.{name.removeprefix(prefix)}": x for name, x in tensors.items()}
-        return renamed, {}, _scale_of_peft_config(config, file)
+        _check_peft_config(config, file)
+        return renamed, {}, config
 
     if all(name.startswith(_FLAT_PREFIX) for name in tensors):
-        return *_unflatten_names(tensors, layer_names, file), 1.0
+        return *_unflatten_names(tensors, layer_names, file), {}
 
     transformer_config = _parse_transformer_config(metadata, file)
-    scale = _scale_of_peft_config(transformer_config, file) if transformer_config else 1.0
+    _check_peft_config(transformer_config, file)
     convert = import_class(pipeline).lora_state_dict
     # Pipelines that take alphas out of the tensors return them separately on request.
     has_alphas = "return_alphas" in inspect.signature(convert).parameters
@@ -279,7 +296,7 @@ def _convert_layout(
         name.removesuffix(".alpha"): _parse_alpha(value, name, file)
         for name, value in (alphas or {}).items()
     }
-    return state, layer_alphas, scale
+    return state, layer_alphas, transformer_config
 
 
 def read_adapter(
@@ -304,7 +321,7 @@ def read_adapter(
         for name, layer in network.named_modules()
         if isinstance(layer, nn.Linear) and ".lora_" not in name
     ]
-    state, alphas, scale = _convert_layout(
+    state, alphas, config = _convert_layout(
         tensors=tensors, metadata=metadata, file=file, pipeline=pipeline, layer_names=layer_names
     )
 
@@ -329,7 +346,10 @@ def read_adapter(
             )
         rank = len(layer_factors["A"])
         alpha = next((alphas[n] for n in (layer, f"transformer.{layer}") if n in alphas), None)
-        layer_scale = scale if alpha is None else alpha / rank
+        if alpha is not None:
+            layer_scale = alpha / rank
+        else:
+            layer_scale = _scale_of_peft_layer(config, layer, rank) if config else 1.0
         layers[layer] = (layer_factors["A"], layer_factors["B"] * layer_scale)
     if not layers:
         raise InputError(f"`lora_start` must hold LoRA factors; {file} has none")

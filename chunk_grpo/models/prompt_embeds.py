@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['prompt_cache_folder', 'cache_prompt_embeds', 'open_prompt_cache', 'trim_prompt_cache', 'encoder_dtype',
-           'lazy_prompt_encoder', 'hash_encoders', 'encode_prompts']
+           'lazy_prompt_encoder', 'hash_encoders', 'encode_missing_prompts', 'encode_prompts']
 
 # %% ../../nbs/03_models/01_prompt_embeds.ipynb #ef05bbf4
 import contextlib
@@ -24,6 +24,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from .. import InputError
 from ..arguments import check_arguments
@@ -298,6 +299,18 @@ def _fits_beside_transformer(
     return needed <= free
 
 
+def _can_be_moved(
+    policy: Any,  # with `transformer` and `module`
+) -> bool:
+    """Return True if the transformer can leave its device and come back.
+
+    DDP loses the hooks by which it averages gradients, and FSDP the device of its shards.
+    """
+    if policy.module is not policy.transformer:
+        return False
+    return not any(isinstance(p, DTensor) for p in policy.transformer.parameters())
+
+
 def _load_encoders(
     policy: Any,  # with folder, dtype, `vae`, `pipeline` and `edits_images`
 ) -> Any:
@@ -313,14 +326,14 @@ def _load_encoders(
 
 @contextlib.contextmanager
 def lazy_prompt_encoder(
-    # with folder, dtype, device, `transformer`, `vae`, `sharded`, `pipeline`, `edits_images` and `embed`
+    # with folder, dtype, device, `transformer`, `module`, `vae`, `pipeline`, `edits_images` and `embed`
     policy: Any,
 ) -> Iterator[Callable[[list[str]], dict[str, Tensor]]]:
     """Yield a function that encodes a list of prompts as `policy.embed` does, into tensors with one row per prompt.
 
     The function loads the encoders at its first call; they are freed when the context ends. If the GPU has too little memory
-    for both, the transformer is in host memory meanwhile, unless it is sharded. The function raises InputError if the
-    model's encoders or tokenizers fail, but passes on errors such as a lack of memory.
+    for both, the transformer is in host memory meanwhile, unless it is sharded or wrapped by DDP. The function raises
+    InputError if the model's encoders or tokenizers fail, but passes on errors such as a lack of memory.
     """
     pipe = []  # holds the pipeline once it is loaded
     set_aside = False  # whether the transformer is in host memory
@@ -332,7 +345,7 @@ def lazy_prompt_encoder(
         try:
             if not pipe:
                 pipeline = _load_encoders(policy)
-                if not _fits_beside_transformer(policy, pipeline) and not policy.sharded:
+                if not _fits_beside_transformer(policy, pipeline) and _can_be_moved(policy):
                     print(
                         "the text encoders do not fit into the GPU beside the transformer, which waits in host memory "
                         "until the prompts are encoded",
@@ -411,6 +424,21 @@ def _convert_to_float16(rows: dict[str, Tensor]) -> dict[str, Tensor]:
                 f"exceed its largest number, 65504, with {float(values.abs().max()):.3g}"
             )
     return converted
+
+
+def encode_missing_prompts(
+    policy: Any,  # as for `encode_prompts`
+    prompts: list[str],  # repeats are allowed
+) -> None:
+    """Encode the prompts that are not in the cache on disk, and their negative prompts, and load the encoders only once.
+
+    Does nothing for a pipeline in memory, which has no cache. Raises InputError as `encode_prompts` does.
+    """
+    if policy.pipe is not None or not prompts:
+        return
+    distinct = dict.fromkeys([*prompts, *policy.get_negative_prompts(prompts)])
+    with lazy_prompt_encoder(policy) as encode:
+        cache_prompt_embeds(list(distinct), policy.key, encode)
 
 
 @check_arguments(prompts=Sequence[str])

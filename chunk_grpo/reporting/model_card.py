@@ -147,12 +147,15 @@ def _final_iteration(
 def _remove_private_options(
     reward_options: Mapping[str, Mapping],  # reward -> option -> value
 ) -> dict[str, dict]:
-    """Return the options of rewards without addresses of servers and names of environment variables with secrets."""
+    """Return the options of rewards without addresses of servers, secrets, and names of environment variables with secrets."""
+    private_name = re.compile(r"_variable$|key|token|secret|password|credential", re.IGNORECASE)
     return {
         reward: {
             name: value
             for name, value in options.items()
-            if not name.endswith("_variable") and "://" not in str(value)
+            if not private_name.search(name)
+            and not private_name.search(str(value if isinstance(value, Mapping) else ""))
+            and "://" not in str(value)
         }
         for reward, options in reward_options.items()
     }

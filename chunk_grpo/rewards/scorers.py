@@ -6,6 +6,7 @@
 __all__ = ['fetch_hub_file', 'load_tokenizer', 'resolve_device', 'ModelScorer']
 
 # %% ../../nbs/04_rewards/02_scorers.ipynb #8b6ded41
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,6 +45,9 @@ def fetch_hub_file(
     try:
         return Path(hf_hub_download(str(source), file))
     except (*hub_errors(), ValueError):
+        # A broken proxy must not hide a file that is already on this machine.
+        with contextlib.suppress(*hub_errors(), ValueError):
+            return Path(hf_hub_download(str(source), file, local_files_only=True))
         raise InputError(
             f"`{option}` must be a folder or a hub id such as {default!r}; got {str(source)!r}, which is not a "
             f"folder, and {file} of that hub id is neither in the hub's cache nor can it be downloaded (are you "

@@ -617,10 +617,15 @@ def holds_run(out: str | Path | None) -> bool:
 
 def _with_recorded_revision(
     settings: Settings,  # settings with which the run is resumed
-    recorded_model: str,  # the setting `model` that the run recorded
+    run_info: Mapping,  # content of run.json
 ) -> Settings:
-    """Return the settings with the commit that the run recorded, if they name the same hub id without a revision."""
-    if split_revision(recorded_model)[0] != settings.model:
+    """Return the settings with the commit that the run recorded, if they name the model as the run's settings did.
+
+    A hub id without a revision counts as the same, too.
+    """
+    recorded_model = run_info["settings"].get("model", settings.model)
+    names = (split_revision(recorded_model)[0], run_info.get("requested_model"))
+    if settings.model not in names:
         return settings
     return settings.model_copy(update={"model": recorded_model})
 
@@ -635,7 +640,7 @@ def _read_run_to_resume(
     previous_settings, _ = load_recorded_settings(run_info["settings"])
     check_resume(
         make_inputs_absolute(previous_settings),
-        _with_recorded_revision(settings, previous_settings.model),
+        _with_recorded_revision(settings, run_info),
     )
     done = (
         run_info["status"] == "finished"
@@ -762,8 +767,7 @@ def create_run(
     if resume:
         # A damaged run.json is reported before a log is made.
         previous_info, done = _read_run_to_resume(out, settings)
-        recorded_model = previous_info["settings"].get("model", settings.model)
-        settings = _with_recorded_revision(settings, recorded_model)
+        settings = _with_recorded_revision(settings, previous_info)
     check_process_count(settings, processes)
     code = find_code(settings)
     if resume:
@@ -772,8 +776,9 @@ def create_run(
         _check_can_train(settings, out)
         _warn_of_raw_sum(settings)
     hashes = check_and_hash_inputs(settings)
+    requested_model = settings.model
     if not resume:
-        settings = settings.model_copy(update={"model": pin_revision(settings.model)})
+        settings = settings.model_copy(update={"model": pin_revision(requested_model)})
     start_adapter = None
     if settings.lora_start:
         from chunk_grpo.models import adapters  # imported here, since it imports diffusers
@@ -817,6 +822,7 @@ def create_run(
                 "git_commit": current_git_commit(),
                 **hashes,
                 "inputs": fingerprint_inputs(settings),
+                "requested_model": requested_model,
                 "machine": machine_info(),
                 "seconds": 0.0,
                 "started": None,

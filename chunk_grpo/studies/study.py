@@ -33,6 +33,7 @@ from ..core.files import atomic_write, read_json, read_json_lines, hash_file, wr
 from ..core.machine import cuda_visible_devices, raise_on_sigterm
 from ..core.user_code import code_hashes
 from ..evaluation import evaluate
+from ..models.inputs import pin_revision
 from ..reward_serving.client import RewardUnavailable
 from ..runs import launch, run_folder
 from ..runs.processes import ForkingProgram, core_count, run_programs, serve_calls
@@ -698,6 +699,29 @@ def study_lock(
         ) from None
 
 # %% ../../nbs/13_studies/01_study.ipynb #57a705e5
+def _pin_models(
+    trials: Sequence[Trial],
+    out: Path,  # the study's folder of runs
+) -> list[Trial]:
+    """Return the trials with one commit per model on the hub: that of the study's earlier trials, or else the newest.
+
+    Otherwise a push to the repository would give later trials another base. Raises InputError if there is no such model.
+    """
+    commits: dict[str, str] = {}  # the setting `model` of trials -> the model with its commit
+    for file in sorted(out.glob("[!.]*/run.json")):
+        run_info = read_json(file)
+        if run_info.get("requested_model"):
+            commits.setdefault(run_info["requested_model"], run_info["settings"]["model"])
+    pinned = []
+    for trial in trials:
+        model = trial.settings.model
+        if model not in commits:
+            commits[model] = pin_revision(model)
+        settings = trial.settings.model_copy(update={"model": commits[model]})
+        pinned.append(dataclasses.replace(trial, settings=settings))
+    return pinned
+
+
 def _check_plan_unchanged(
     out: Path,  # the study's folder of runs
     plan: Mapping,  # record of the study's current plan, see `plan_record`
@@ -775,6 +799,7 @@ def run_study(
     other_results = [
         file for file in sorted(out.parent.glob("*/results.jsonl")) if file.parent != out
     ]
+    requested = _pin_models(requested, out)
     finished_rows = [
         *finished_rows,
         *(row for file in [*own_results, *other_results] for row in read_json_lines(file)),
@@ -790,7 +815,7 @@ def run_study(
     with study_lock(out), raise_on_sigterm(), contextlib.closing(pool or LocalPool()) as pool:
         study = _Progress(
             out,
-            plan=expand_trials(source),
+            plan=_pin_models(expand_trials(source), out),
             requested=requested,
             finished_rows=finished_rows,
             log=log,
