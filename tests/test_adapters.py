@@ -115,6 +115,33 @@ def test_layers_of_several_ranks_have_the_scale_one_in_peft_too(family, tmp_path
     policy = load_policy(model, **SIZE)
     PeftModel.from_pretrained(policy.transformer, str(tmp_path))
     assert distance(velocities(policy), velocities(started)) < 1e-5
+    # What this package writes, it reads.
+    read = adapters.read_adapter(str(tmp_path), pipeline, network)
+    for layer, (a, b) in mixed.layers.items():
+        assert torch.allclose(read.layers[layer][1] @ read.layers[layer][0], b @ a, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("changes", "scale"),
+    [
+        ({"lora_alpha": 8}, 2.0),
+        ({"lora_alpha": 8, "use_rslora": True}, 4.0),
+        ({"lora_alpha": 4, "alpha_pattern": {"to_q": 12}}, 3.0),
+        ({"lora_alpha": 4, "alpha_pattern": {"to_k": 12}}, 1.0),
+    ],
+)
+def test_a_layer_has_the_scale_that_peft_gives_it(changes, scale):
+    layer = "transformer_blocks.0.attn.to_q"
+    assert adapters._scale_of_peft_layer({"r": 4} | changes, layer, rank=4) == scale
+
+
+@pytest.mark.parametrize("start", ["pissa", "pissa_niter_4", "olora", "corda"])
+def test_an_adapter_that_changes_the_base_is_refused(start, tmp_path):
+    config = {"r": 4, "lora_alpha": 4, "init_lora_weights": start}
+    with pytest.raises(InputError, match="must be an adapter of the unchanged base.*" + start):
+        adapters._check_peft_config(config, tmp_path / "adapter_model.safetensors")
+    for harmless in (True, False, "gaussian"):
+        adapters._check_peft_config(config | {"init_lora_weights": harmless}, tmp_path / "x")
 
 
 def kohya_reader(network, file):

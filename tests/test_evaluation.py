@@ -23,7 +23,7 @@ from chunk_grpo.core import settings
 from chunk_grpo.core.files import check_outside_runs, read_json, write_json
 from chunk_grpo.core.statistics import bootstrap_category_means
 from chunk_grpo.evaluation import evaluate, parts, run_images
-from chunk_grpo.models import trainable
+from chunk_grpo.models import prompt_embeds, trainable
 from chunk_grpo.planning.plan import describe_counts
 from chunk_grpo.runs import run_folder
 from chunk_grpo.training import checkpoints
@@ -433,3 +433,15 @@ def test_intervals_over_categories_and_images_hold_the_truth():
         )
         held.append(found["lo"] <= rates.mean() <= found["hi"])
     assert 0.90 <= np.mean(held) <= 0.99
+
+
+def test_the_text_encoders_are_loaded_once_for_all_parts(run, monkeypatch, tmp_path):
+    """Five arms of three parts each; training had encoded none of the prompts."""
+    monkeypatch.setenv("CHUNK_GRPO_CACHE", str(tmp_path / "cache"))
+    loads = []
+    load_encoders = prompt_embeds._load_encoders
+    monkeypatch.setattr(
+        prompt_embeds, "_load_encoders", lambda policy: loads.append(1) or load_encoders(policy)
+    )
+    evaluate.evaluate(run, processes=1, trust=True)
+    assert len(loads) == 1

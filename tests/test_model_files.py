@@ -18,10 +18,11 @@ from chunk_grpo.models import inputs, policy, trainable
 from chunk_grpo.models.activations import (
     _GpuNumberFormats,
     _largest_block_bytes,
+    activation_bytes,
     fit_update_batch,
 )
 from chunk_grpo.models.cost import build_meta_policy, find_model_config, read_model_config
-from chunk_grpo.models.policy import decode_latents
+from chunk_grpo.models.policy import decode_latents, padded_batch_size
 from chunk_grpo.runs import run_folder
 from chunk_grpo.training.state import load_policy_and_optimizer, prepare_state
 
@@ -428,3 +429,17 @@ def test_a_download_that_was_cut_off_is_rejected_by_the_missing_shard(tmp_path):
         )
         with pytest.raises(InputError, match="must have a mapping of tensors to files"):
             inputs.check_pipeline_folder(folder)
+
+
+@pytest.mark.parametrize("memory", [1.0, 3.0, 7.0, 20.0, 40.0])
+def test_a_compiled_batch_stays_within_its_memory(memory):
+    """Compiled blocks get batches of a few sizes, so a batch of 17 takes as much as one of 24."""
+    changes = {"update_memory": memory, "compile": True}
+    run_settings = settings.load_settings("machines/24gb-lora-flux1-dev", changes)
+    config = find_model_config(run_settings.model)
+    fitted = fit_update_batch(config, run_settings)
+    assert padded_batch_size(fitted.update_batch) == fitted.update_batch
+    if fitted.update_batch > 1:
+        assert activation_bytes(config, fitted) <= memory * 1e9
+    larger = activation_bytes(config, run_settings, fitted.update_batch + 1)
+    assert larger > memory * 1e9

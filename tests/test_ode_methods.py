@@ -140,3 +140,14 @@ def test_weights_of_steps_act_on_single_levels_even_if_one_chunk_selects_them_al
     assert awm.step_weights == "interval"
     with pytest.raises(InputError, match="`step_weights` must stay"):
         load_settings("pocket/demo", changes)
+
+
+def test_a_card_shows_no_secret_of_a_reward():
+    options = {
+        "my.py:Judge": {"api_key": "sk-1", "Token": "t", "url": "http://a:1", "batch_size": 4},
+        "other": {"login": {"password": "p"}, "token_variable": "NAME"},
+    }
+    assert model_card._remove_private_options(options) == {
+        "my.py:Judge": {"batch_size": 4},
+        "other": {},
+    }

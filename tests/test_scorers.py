@@ -265,6 +265,17 @@ def test_without_weights_the_sentence_says_what_is_needed(name, monkeypatch, tmp
         rewards.load_reward(name, wieghts=str(tmp_path))
 
 
+def test_a_file_that_is_on_the_machine_is_found_behind_a_broken_proxy(monkeypatch, tmp_path):
+    def answer_403(repository, file, local_files_only=False):
+        if not local_files_only:
+            raise OSError("403 Forbidden")
+        return str(tmp_path / file)
+
+    monkeypatch.setattr(scorers, "hf_hub_download", answer_403)
+    found = scorers.fetch_hub_file("weights", "some/clip", "config.json", "openai/clip")
+    assert found == tmp_path / "config.json"
+
+
 def offline(*words, **options):
     """The hub without a network."""
     raise OSError("no network")
