@@ -10,11 +10,18 @@ import functools
 
 from torch import nn
 
-from ..core.settings import Settings, evaluated_rewards, reward_weights, training_sizes
+from chunk_grpo.core.settings import (
+    Settings,
+    evaluated_rewards,
+    guidance_scales,
+    reward_weights,
+    training_sizes,
+)
 from chunk_grpo.models.activations import (
     activation_bytes,
     decode_bytes_on_gpu,
     decode_batch_size,
+    sampling_bytes,
 )
 from chunk_grpo.models.cost import (
     count_trained_parameters,
@@ -24,7 +31,7 @@ from chunk_grpo.models.cost import (
     model_sizes,
 )
 from ..models.policy import TORCH_DTYPES, ModelConfig
-from .counts import images_per_iteration
+from .counts import images_per_iteration, read_held_out_prompts
 
 # %% ../../nbs/06_planning/01_memory.ipynb #dc91178f
 def _trajectory_bytes(settings: Settings, config: ModelConfig) -> int:
@@ -115,16 +122,19 @@ def peak_memory(
 ) -> tuple[int, dict[str, int]]:  # bytes at the peak; bytes keyed by content
     """Estimate the peak device memory of one process, with the autoencoder and reward models.
 
-    The parts are those of `training_memory`, and autoencoder, rewards and decoding. Activations and decoding are never in
-    memory together, so the total counts only the larger of the two. Only the reward models in REWARD_MODEL_SIZES are
-    counted, and not those with a `url` or on the CPU.
+    The parts are those of `training_memory`, and autoencoder, rewards, sampling and decoding. Activations of an update,
+    those of sampling and decoding are never in memory together, so the total counts only the largest of the three. Only
+    the reward models in REWARD_MODEL_SIZES are counted, and not those with a `url` or on the CPU.
     """
-    evaluated_images = settings.eval_count * settings.eval_images
+    held_out = len(read_held_out_prompts(settings)) or settings.eval_count
+    evaluated_images = min(settings.eval_count, held_out) * settings.eval_images
+    (_, training_scale), (_, evaluation_scale) = guidance_scales(settings)
+    sampled_images = min(settings.rollout_batch, images_per_iteration(settings))
     batches = [
-        (size, min(settings.rollout_batch, images_per_iteration(settings)))
-        for size in dict.fromkeys(training_sizes(settings))
+        (size, sampled_images, training_scale) for size in dict.fromkeys(training_sizes(settings))
     ]
-    batches.append((settings.eval_resolution, min(settings.rollout_batch, evaluated_images)))
+    evaluation_batch = max(1, min(settings.rollout_batch, evaluated_images))
+    batches.append((settings.eval_resolution, evaluation_batch, evaluation_scale))
     parts = training_memory(settings, config, processes, reference_weights) | {
         "autoencoder": model_sizes(config)["vae"] * TORCH_DTYPES[settings.dtype].itemsize,
         "rewards": 0,
@@ -136,6 +146,12 @@ def peak_memory(
             parameter_bytes = TORCH_DTYPES[options["dtype"]].itemsize
         if not options.get("url") and options.get("device") != "cpu":
             parts["rewards"] += int(parameters * parameter_bytes)
+    parts["sampling"] = max(
+        sampling_bytes(
+            config=config, settings=settings, resolution=side, images=images, true_cfg_scale=scale
+        )
+        for side, images, scale in batches
+    )
     parts["decoding"] = max(
         decode_bytes_on_gpu(
             config=config,
@@ -144,9 +160,10 @@ def peak_memory(
             tiling=settings.vae_tiling,
             images=decode_batch_size(config, side, images),
         )
-        for side, images in batches
+        for side, images, _ in batches
     )
-    return sum(parts.values()) - min(parts["activations"], parts["decoding"]), parts
+    by_turns = [parts[name] for name in ("activations", "sampling", "decoding")]
+    return sum(parts.values()) - sum(by_turns) + max(by_turns), parts
 
 # %% ../../nbs/06_planning/01_memory.ipynb #a0a35455
 def host_memory(
