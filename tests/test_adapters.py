@@ -18,7 +18,9 @@ from test_samples import PROMPTS, make, pixels
 
 from chunk_grpo import InputError, export_run, load_policy, sample_run
 from chunk_grpo.core.files import read_json
+from chunk_grpo.core.settings import load_settings
 from chunk_grpo.models import adapters, trainable
+from chunk_grpo.runs import run_folder
 
 FAMILIES = ["dev", "sd3", "qwen", "z_image", "klein"]
 SIZE = {"resolution": 64, "max_tokens": 8}
@@ -412,3 +414,22 @@ def test_run_that_was_resumed_and_not_finished_is_no_start(tmp_path):
     run_info.write_text(json.dumps({"status": "running", "final_iteration": 2}))
     with pytest.raises(InputError, match="was resumed and is not finished"):
         adapters.fetch_adapter_file(str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["qwen", "z_image"])
+def test_a_layout_that_comfyui_does_not_read_is_refused(name, tmp_path):
+    changes = {
+        "model": str(tiny_families.build(name, tmp_path / name)),
+        "lora_rank": 2,
+        "resolution": 32,
+    }
+    changes |= {"eval_resolution": 32, "max_tokens": 16, "guidance": 0.0, "true_cfg_scale": 1.0}
+    made = run_folder.create_run(load_settings("pocket/tiny", changes), tmp_path / "run")
+    policy = trainable.load_trainable_policy(
+        changes["model"], lora_rank=2, resolution=32, max_tokens=16
+    )
+    trainable.save_trained_weights(policy, made / "final")
+    run_folder.update_run_json(made, status="finished")
+    with pytest.raises(InputError, match="`layout` must be diffusers or peft for a .*Pipeline"):
+        export_run(made, tmp_path / "out", layout="kohya")
+    assert not (tmp_path / "out").exists()

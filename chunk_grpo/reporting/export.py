@@ -99,12 +99,17 @@ def _settings_of_stored_weights(
     return settings.model_copy(update={"dtype": "float32", "attention": "native"})
 
 
+# ComfyUI maps names with underscores for FLUX and Stable Diffusion 3, but not for these.
+_PIPELINES_WITHOUT_KOHYA = ("QwenImagePipeline", "QwenImageEditPipeline", "ZImagePipeline")
+
+
 @check_arguments(run=path_argument(), folder=path_argument(), checkpoint=int_at_least(1) | None)
 def export_run(
     run: Path | str,  # a run's folder, finished or with a checkpoint
     folder: Path | str,  # a new folder
     trust: bool = False,  # load and copy the models that a run from another machine names, and quote its prompts
-    # format of an adapter's file, as for `write_adapter`, kohya for ComfyUI; only diffusers if all weights were trained
+    # format of an adapter's file, as for `write_adapter`; only diffusers if all weights were trained; not kohya for
+    # Qwen-Image and Z-Image
     layout: Literal["diffusers", "peft", "kohya"] = "diffusers",
     # number of iterations after which the checkpoint was written; None: newest weights
     checkpoint: int | None = None,
@@ -151,6 +156,13 @@ def export_run(
     if prompts:
         inputs_used.append("eval_prompts")
     run_folder.check_run_inputs(run, settings, inputs_used)
+    base = inputs.fetch_model(settings.model)
+    pipeline = inputs.import_family(inputs.check_pipeline_folder(base, settings.family)).pipeline
+    if layout == "kohya" and pipeline in _PIPELINES_WITHOUT_KOHYA:
+        raise InputError(
+            f"`layout` must be diffusers or peft for a {pipeline}, because ComfyUI reads its adapters only with diffusers' "
+            "names; got 'kohya'"
+        )
     if weights.name == "final":
         # Raises InputError for weights that are truncated or not finite, even if run.json has no hashes.
         read_saved_weights(weights)
@@ -164,7 +176,6 @@ def export_run(
         layout=layout,
         base_model=base_model,
     )
-    base = inputs.fetch_model(settings.model)
     with atomic_write(out) as temporary:
         temporary.mkdir()
         weights_folder = temporary / "transformer"  # an adapter stays here until it is converted
