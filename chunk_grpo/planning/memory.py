@@ -31,7 +31,7 @@ from chunk_grpo.models.cost import (
     model_sizes,
 )
 from ..models.policy import TORCH_DTYPES, ModelConfig
-from .counts import images_per_iteration, read_held_out_prompts
+from .counts import images_per_iteration
 
 # %% ../../nbs/06_planning/01_memory.ipynb #dc91178f
 def _trajectory_bytes(settings: Settings, config: ModelConfig) -> int:
@@ -126,8 +126,7 @@ def peak_memory(
     those of sampling and decoding are never in memory together, so the total counts only the largest of the three. Only
     the reward models in REWARD_MODEL_SIZES are counted, and not those with a `url` or on the CPU.
     """
-    held_out = len(read_held_out_prompts(settings)) or settings.eval_count
-    evaluated_images = min(settings.eval_count, held_out) * settings.eval_images
+    evaluated_images = settings.eval_count * settings.eval_images
     (_, training_scale), (_, evaluation_scale) = guidance_scales(settings)
     sampled_images = min(settings.rollout_batch, images_per_iteration(settings))
     batches = [
