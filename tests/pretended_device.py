@@ -214,6 +214,7 @@ def refuse_index(tensor: torch.Tensor, index, value=None) -> None:
 def pretended_cuda(
     current: int = 0,  # the GPU that this thread uses where nothing else is said, as a rank's
     count: int = 2,  # GPUs
+    free: int = 80 * 10**9,  # bytes of free memory on each
 ):  # -> the mode; a thread of its own enters `PretendedCUDA(mode.devices)`
     """A machine with GPUs whose memory is the CPU's; every device is kept apart as CUDA would."""
     devices = Devices()
@@ -244,6 +245,9 @@ def pretended_cuda(
         "set_rng_state": lambda *_: None,
         "synchronize": lambda *_: None,
         "empty_cache": lambda: None,
+        "mem_get_info": lambda *_: (free, 80 * 10**9),
+        "memory_reserved": lambda *_: 0,
+        "memory_allocated": lambda *_: 0,
     }
     with contextlib.ExitStack() as stack:
         for name, answer in answers.items():

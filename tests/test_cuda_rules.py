@@ -92,12 +92,16 @@ def test_a_run_mixes_no_devices(small, tmp_path, name, monkeypatch):
     assert list((tmp_path / "run" / "final").glob("*.safetensors"))
 
 
+@pytest.mark.parametrize("free", [80 * 10**9, 0])
 @pytest.mark.parametrize("name", tiny_families.BUILDERS)
-def test_no_family_mixes_devices(name, tmp_path, monkeypatch):
-    """Prompts, trajectories, images, and an update with KL, on a GPU that is not the first."""
+def test_no_family_mixes_devices(name, free, tmp_path, monkeypatch, capsys):
+    """Prompts, trajectories, images, and an update with KL, on a GPU that is not the first.
+
+    Without room for the text encoders the transformer waits on the CPU and returns.
+    """
     monkeypatch.setenv("CHUNK_GRPO_CACHE", str(tmp_path / "cache"))
     folder = str(tiny_families.build(name, tmp_path / "model"))
-    with pretended_cuda(current=1):
+    with pretended_cuda(current=1, free=free):
         words = {
             "resolution": 64,
             "max_tokens": 16,
@@ -107,6 +111,8 @@ def test_no_family_mixes_devices(name, tmp_path, monkeypatch):
         }
         model = trainable.load_trainable_policy(folder, **words)
         rows = model.encode(["a red star", "two cats"])
+        assert ("waits in host memory" in capsys.readouterr().out) == (not free)
+        assert {p.device for p in model.transformer.parameters()} == {torch.device("cuda:1")}
         keys = [(0, 0, 0, 0), (0, 0, 1, 0)]
         grid = policy.sigmas(4, 3.0)
         paths = sample_trajectories(
