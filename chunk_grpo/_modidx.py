@@ -2373,6 +2373,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                               'chunk_grpo/runs/run_folder.py'),
                                             'chunk_grpo.runs.run_folder.holds_run': ( '09_runs/run_folder.html#holds_run',
                                                                                       'chunk_grpo/runs/run_folder.py'),
+                                            'chunk_grpo.runs.run_folder.is_known_model': ( '09_runs/run_folder.html#is_known_model',
+                                                                                           'chunk_grpo/runs/run_folder.py'),
                                             'chunk_grpo.runs.run_folder.is_own_run': ( '09_runs/run_folder.html#is_own_run',
                                                                                        'chunk_grpo/runs/run_folder.py'),
                                             'chunk_grpo.runs.run_folder.is_training': ( '09_runs/run_folder.html#is_training',

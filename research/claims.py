@@ -709,7 +709,8 @@ def claim_rows(
     """Return a row per claim with its measurement and its verdict.
 
     The keys are claim, verdict, measured, smallest, p, power, otherwise, the paper, plan, since, one run, page,
-    interval, bound and direction. A claim outside of the family has no smallest effect and no p-value.
+    interval, bound and direction. A claim outside of the family has no smallest effect and no p-value. Claims without runs
+    do not count in Holm's correction.
     """
     family = list(family or claims)
     others = [claim for claim in claims if claim not in family]

@@ -142,8 +142,14 @@ def test_an_adapter_that_changes_the_base_is_refused(start, tmp_path):
     config = {"r": 4, "lora_alpha": 4, "init_lora_weights": start}
     with pytest.raises(InputError, match="must be an adapter of the unchanged base.*" + start):
         adapters._check_peft_config(config, tmp_path / "adapter_model.safetensors")
-    for harmless in (True, False, "gaussian"):
+    for harmless in (True, False, None, "gaussian"):
         adapters._check_peft_config(config | {"init_lora_weights": harmless}, tmp_path / "x")
+
+
+@pytest.mark.parametrize("pattern", [["to_q"], {"(": 3}, {"to_q": "x"}, 5])
+def test_a_pattern_that_is_none_is_one_sentence(pattern, tmp_path):
+    with pytest.raises(InputError, match="must have an `alpha_pattern` of names and numbers"):
+        adapters._check_peft_config({"r": 4, "alpha_pattern": pattern}, tmp_path / "x")
 
 
 def kohya_reader(network, file):

@@ -1,5 +1,6 @@
 """A run of a model on the hub keeps the commit with which it began, whatever the owner pushes afterwards."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -8,10 +9,11 @@ from huggingface_hub import constants
 
 from chunk_grpo import InputError
 from chunk_grpo.core.files import write_json
-from chunk_grpo.core.settings import load_settings
+from chunk_grpo.core.settings import load_settings, method_label
 from chunk_grpo.models import inputs
 from chunk_grpo.models.cost import find_model_config
 from chunk_grpo.reporting.model_card import card_data, is_hub_id, model_card
+from chunk_grpo.reporting.reports import group_runs
 from chunk_grpo.runs import run_folder
 from chunk_grpo.studies import study
 from chunk_grpo.studies.design import Trial, comparable_settings
@@ -35,6 +37,12 @@ def push(folder: Path, commit: str, file: str) -> None:
     (snapshot / "vae" / file).write_text("new")
     (folder / "refs").mkdir(exist_ok=True)
     (folder / "refs/main").write_text(commit)
+
+
+def forget_commit(run: Path, model: str) -> None:
+    """Make a run one of an older version, which recorded no commit."""
+    content = {k: v for k, v in run_folder.read_run_info(run).items() if k != "requested_model"}
+    write_json(run / "run.json", content | {"settings": content["settings"] | {"model": model}})
 
 
 def test_a_run_is_resumed_with_the_commit_with_which_it_began(repository, tmp_path):
@@ -76,18 +84,46 @@ def test_all_trials_of_a_study_have_one_commit(repository, tmp_path):
     ]
     pinned = study._pin_models(trials, tmp_path)
     assert {trial.settings.model for trial in pinned} == {f"someone/small@{FIRST}"}
-    run_folder.create_run(trials[0].settings, tmp_path / trials[0].name)
+    run_folder.create_run(pinned[0].settings, tmp_path / trials[0].name)
     push(repository, SECOND, "second.txt")
     later = study._pin_models(trials, tmp_path)
     assert {trial.settings.model for trial in later} == {f"someone/small@{FIRST}"}
+    run_folder.create_run(later[0].settings, tmp_path / trials[0].name, resume=True)
+    # The rows of a study remember the commit, too, if the folders were deleted.
+    row = {"settings": pinned[0].settings.model_dump(mode="json")}
+    (tmp_path / "rows").mkdir()
+    (tmp_path / "rows/results.jsonl").write_text(json.dumps(row) + "\n")
+    again = study._pin_models(trials, tmp_path / "rows")
+    assert {trial.settings.model for trial in again} == {f"someone/small@{FIRST}"}
+
+
+def test_a_trial_that_an_older_version_began_goes_on(repository, tmp_path):
+    settings = load_settings("pocket/tiny", {"model": "someone/small"})
+    trial = Trial("study", "steps", 0, settings, evaluation={}, splits=0)
+    run = run_folder.create_run(settings, tmp_path / trial.name)
+    forget_commit(run, "someone/small")
+    (pinned,) = study._pin_models([trial], tmp_path)
+    run_folder.create_run(pinned.settings, run, resume=True)
+    assert run_folder.read_run_settings(run).model == "someone/small"
+
+
+def test_runs_of_one_model_are_one_group_whatever_their_commits_are():
+    commits = ("someone/small", f"someone/small@{FIRST}", f"someone/small@{SECOND}")
+    runs = [load_settings("pocket/tiny", {"model": model}) for model in commits]
+    assert {group for group, _, _ in group_runs(runs)} == {method_label(runs[0])}
+
+
+def test_a_pull_request_of_a_known_model_is_not_known():
+    flux = "black-forest-labs/FLUX.1-dev"
+    assert run_folder.is_known_model(flux) and run_folder.is_known_model(f"{flux}@{FIRST}")
+    assert not run_folder.is_known_model(f"{flux}@refs/pr/5")
+    assert not run_folder.is_known_model(f"{flux}@main")
 
 
 def test_an_older_run_without_a_commit_is_still_resumed(repository, tmp_path):
     settings = load_settings("pocket/tiny", {"model": "someone/small"})
     run = run_folder.create_run(settings, tmp_path / "run")
-    old = run_folder.read_run_info(run)["settings"] | {"model": "someone/small"}
-    run_info = {k: v for k, v in run_folder.read_run_info(run).items() if k != "requested_model"}
-    write_json(run / "run.json", run_info | {"settings": old})
+    forget_commit(run, "someone/small")
     run_folder.create_run(settings, run, resume=True)
     assert run_folder.read_run_settings(run).model == "someone/small"
     push(repository, SECOND, "second.txt")

@@ -10,6 +10,7 @@ __all__ = ['JsonOption', 'OverridesArgument', 'RunArgument', 'TrustOption', 'Run
 
 # %% ../../nbs/14_cli/00_console.ipynb #ce9b332d
 import contextlib
+import errno
 import io
 import json
 import os
@@ -170,8 +171,9 @@ class BestEffortFile(io.FileIO):
         """Write the bytes and return their number; after an OSError, report all of them as written."""
         try:
             return super().write(data)
-        except OSError:
-            if not self.drops_errors:
+        except OSError as error:
+            # A closed pipe only means that nobody reads any more.
+            if not self.drops_errors and error.errno != errno.EPIPE:
                 raise
             return len(data)
 

@@ -161,7 +161,8 @@ def describe_error(error: Exception) -> tuple[int, str]:
         text = f"the path {error.filename} cannot be used ({error.strerror})"
     elif isinstance(error, OSError) and error.filename and error.errno in full_disk_errors:
         code = 1
-        text = f"the file {error.filename} cannot be written ({error.strerror})"
+        verb = "read or written" if error.errno == errno.EIO else "written"
+        text = f"the file {error.filename} cannot be {verb} ({error.strerror})"
     elif isinstance(error, OSError) and not error.filename and error.errno in output_errors:
         # An error of the output stream names no file.
         code = 1

@@ -83,7 +83,7 @@ def plan(
     )
     # these here, since they import torch
     from chunk_grpo.models.activations import fit_update_batch
-    from chunk_grpo.models.cost import find_model_config, known_model_configs
+    from chunk_grpo.models.cost import find_model_config
     from chunk_grpo.models.inputs import split_revision
     from chunk_grpo.planning.counts import read_held_out_prompts
     from chunk_grpo.planning.devices import find_device, measure_matmul_rate
@@ -111,7 +111,9 @@ def plan(
                 f"`--run` needs SETTINGS before it: {run} names the code {settings.list_code_paths(run_settings)[0]}, "
                 "which is not what the run was trained with"
             )
-        if split_revision(run_settings.model)[0] not in (*POCKET_MODELS, *known_model_configs()):
+        if run_settings.model not in POCKET_MODELS and not run_folder.is_known_model(
+            run_settings.model
+        ):
             reasons.insert(0, f"its model {run_settings.model!r} is not one that chunk-grpo knows")
         if reasons:
             raise InputError(
@@ -171,7 +173,13 @@ def plan(
         ),
     }
     if run:
-        changes = settings.diff_settings(run_folder.read_run_settings(run), run_settings)
+        # The run has recorded the commit of a model on the hub.
+        recorded = run_folder.read_run_settings(run)
+        compared = [
+            values.model_copy(update={"model": split_revision(values.model)[0]})
+            for values in (recorded, run_settings)
+        ]
+        changes = settings.diff_settings(*compared)
         changed = ", ".join(changes) or "nothing"
         cores = run_info["machine"]["cores"]
         cores_text = f"{cores} core{'s' if cores != 1 else ''}"

@@ -142,7 +142,9 @@ def export(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="The new folder to write.")],
     layout: Annotated[
         str,
-        typer.Option(help="Layout of an adapter's files: diffusers, peft, or kohya (for ComfyUI)."),
+        typer.Option(
+            help="Layout of an adapter's files: diffusers, peft, or kohya (for ComfyUI; not for Qwen-Image and Z-Image)."
+        ),
     ] = "diffusers",
     push_to_hub: Annotated[
         str,

@@ -136,6 +136,10 @@ class Adapter:
         return max(len(a) for a, _ in self.layers.values())
 
 
+# values of peft's `init_lora_weights`, besides True and False, that leave the base as it is
+_UNCHANGED_BASE = ("gaussian", "eva", "orthogonal")
+
+
 def _check_peft_config(
     config: dict,  # peft's configuration of the adapter
     file: Path,  # of the adapter, for the error message
@@ -146,9 +150,25 @@ def _check_peft_config(
         raise InputError(
             f"`lora_start` must be a plain LoRA adapter; the configuration of {file} has `{unsupported[0]}`"
         )
+    pattern = config.get("alpha_pattern") or {}
+    try:
+        is_pattern = all(isinstance(alpha, int | float) for alpha in pattern.values())
+        for name in pattern:
+            re.compile(name)
+    except (AttributeError, TypeError, re.error):
+        is_pattern = False
+    if not is_pattern:
+        raise InputError(
+            f"`lora_start` must have an `alpha_pattern` of names and numbers; the configuration of {file} has "
+            f"{json.dumps(pattern, default=repr)[:80]}"
+        )
     # PiSSA and its relatives subtract a part of the base's weights, which this package would keep.
     start = config.get("init_lora_weights", True)
-    if not isinstance(start, bool) and str(start).lower() not in ("gaussian", "eva", "orthogonal"):
+    if (
+        start is not None
+        and not isinstance(start, bool)
+        and str(start).lower() not in _UNCHANGED_BASE
+    ):
         raise InputError(
             "`lora_start` must be an adapter of the unchanged base; the configuration of "
             f"{file} has `init_lora_weights` {start!r:.40}, which changes the base"

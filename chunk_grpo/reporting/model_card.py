@@ -27,7 +27,7 @@ SOURCE_FILE = "source.png"  # in an exported folder: the image that the card's p
 
 # %% ../../nbs/12_reporting/05_model_card.ipynb #65a9450d
 def is_hub_id(model: str) -> bool:
-    """Return True if `model` has the form NAME/REPOSITORY or NAME/REPOSITORY@REVISION, and neither ships nor is a path."""
+    """Return True if `model` has the form NAME/REPOSITORY or NAME/REPOSITORY@REVISION, and is no shipped model and no path."""
     return (
         bool(re.fullmatch(r"[\w.-]+/[\w.-]+(@[\w./-]+)?", model))
         and model not in POCKET_MODELS
@@ -148,7 +148,10 @@ def _remove_private_options(
     reward_options: Mapping[str, Mapping],  # reward -> option -> value
 ) -> dict[str, dict]:
     """Return the options of rewards without addresses of servers, secrets, and names of environment variables with secrets."""
-    private_name = re.compile(r"_variable$|key|token|secret|password|credential", re.IGNORECASE)
+    private_name = re.compile(
+        r"_variable$|(^|\W|_)(api_?key|key|token|secret|password|credentials?)($|\W|_)",
+        re.IGNORECASE,
+    )
     return {
         reward: {
             name: value
@@ -161,24 +164,47 @@ def _remove_private_options(
     }
 
 
+# Settings that tell the paper's method from others that combine settings, such as MixGRPO.
+_METHOD_SETTINGS = (
+    "window",
+    "merge",
+    "sharing",
+    "surrogate",
+    "statistic",
+    "step_weights",
+    "credit",
+    "credit_of",
+)
+
+
 def _describe_method(
     settings: setting.Settings,  # the run's settings
 ) -> str:  # Markdown
     """Name a run's method and its source, such as "CRD ([arXiv 2510.21583](...), method `crd`)"."""
-    label = setting.method_label(settings)
-    if settings.method == "chunk" and label.startswith("chunk"):
+    if settings.method == "chunk":
+        # Methods that only combine settings are stored as settings, without their names.
+        changed = [
+            name
+            for name in _METHOD_SETTINGS
+            if getattr(settings, name) != setting.Settings.model_fields[name].default
+        ]
+        unit = "step" if settings.chunks == "steps" else "chunk"
+        if changed or settings.chunks == "whole":
+            other = f", with {changed[0]} {getattr(settings, changed[0])}" if changed else ""
+            return (
+                f"GRPO with one ratio per {'image' if settings.chunks == 'whole' else unit}{other}"
+            )
+        if unit == "step":
+            return "GRPO on single steps"
         title, source = "Chunk-GRPO", "2510.21583"
-    elif settings.method == "chunk":
-        return "GRPO on single steps"
     elif settings.method in setting.METHODS:
         row = setting.METHODS[settings.method]
         title, source = row["title"], row["source"]
     else:
         return f"the method `{settings.method}`"
-    number, separator, remark = source.partition(",")
-    if re.fullmatch(r"\d{4}\.\d{5}", number):
-        source = f"[arXiv {number}](https://arxiv.org/abs/{number}){separator}{remark}"
-    return f"{title} ({source}, method `{settings.method}`)"
+    number = re.match(r"\d{4}\.\d{5}", source)
+    paper = f"[arXiv {number[0]}](https://arxiv.org/abs/{number[0]}), " if number else ""
+    return f"{title} ({paper}method `{settings.method}`)"
 
 
 def model_card(

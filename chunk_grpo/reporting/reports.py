@@ -33,6 +33,7 @@ from chunk_grpo.core.files import (
 )
 from ..core.settings import Settings, method_label
 from .tables import render_template
+from ..models.inputs import split_revision
 from chunk_grpo.runs.run_folder import (
     evaluation_folder_name,
     file_of_run,
@@ -431,6 +432,8 @@ def group_runs(
     """
     no_effect = {"seed", "threads", "tracker", "checkpoint_every", "keep_checkpoints"}
     settings = [s.model_dump(mode="json", exclude=no_effect) for s in runs]
+    for values in settings:  # runs record the commit of a model on the hub
+        values["model"], _ = split_revision(values["model"])
     methods = [method_label(s) for s in runs]
     letters: dict[str, str] = {}  # group -> letter
     counts: Counter[str] = Counter()  # group -> runs so far

@@ -6,8 +6,8 @@
 __all__ = ['file_of_run', 'resolve_run_folder', 'is_training', 'read_run_info', 'update_run_json', 'read_run_settings',
            'read_metrics_lines', 'read_metrics', 'read_run_profile', 'evaluation_folder_name',
            'read_evaluation_summary', 'read_evaluation_records', 'next_run_folder', 'check_new_folder', 'run_origin',
-           'is_own_run', 'record_own_run', 'check_trust', 'check_run_inputs', 'has_final_weights', 'holds_run',
-           'create_run']
+           'is_own_run', 'record_own_run', 'check_trust', 'is_known_model', 'check_run_inputs', 'has_final_weights',
+           'holds_run', 'create_run']
 
 # %% ../../nbs/09_runs/00_run_folder.ipynb #9918e5c8
 import contextlib
@@ -83,6 +83,7 @@ from chunk_grpo.models.inputs import (
     find_changed_input,
     fingerprint_inputs,
     pin_revision,
+    read_run_prompts,
     split_revision,
 )
 from ..models.prompt_embeds import open_prompt_cache, prompt_cache_folder
@@ -548,6 +549,21 @@ def _check_modules_outside_working_folder(
             )
 
 
+def is_known_model(
+    model: str,  # a hub id, which may end in @REVISION
+) -> bool:
+    """Return True if a hub id is that of a published model that a family lists, at its newest files or at a commit.
+
+    Anybody can open a pull request, whose files have a revision such as refs/pr/1, so other revisions are not known.
+    """
+    # imported here, since diffusers takes seconds to import
+    from chunk_grpo.models.cost import known_model_configs
+
+    repository, revision = split_revision(model)
+    is_commit = re.fullmatch(r"[0-9a-f]{40}", revision) is not None
+    return repository in known_model_configs() and (is_commit or not revision)
+
+
 def _describe_untrusted(
     settings: Settings,  # settings of a run from elsewhere
     changed: Collection[str],  # names of settings that the user replaces
@@ -557,10 +573,6 @@ def _describe_untrusted(
 
     Each is a phrase, such as "the code my_rewards.py:brightness"; the list is empty if the run names nothing of the kind.
     """
-    # imported here, since diffusers takes seconds to import
-    from chunk_grpo.models.cost import known_model_configs
-    from chunk_grpo.pocket import POCKET_MODELS
-
     reward_names = []
     if loads_rewards:
         eval_rewards = () if "eval_rewards" in changed else settings.eval_rewards
@@ -568,12 +580,15 @@ def _describe_untrusted(
     options = {} if "reward_options" in changed else settings.reward_options
     untrusted = [f"the code {name}" for name in reward_names if name not in REWARD_LOADERS]
     untrusted += [f"the code {code}" for code in list_code_paths(settings)]
-    is_known_model = (
+    from chunk_grpo.pocket import POCKET_MODELS
+
+    is_trusted_model = (
         "model" in changed
-        or split_revision(settings.model)[0] in (*POCKET_MODELS, *known_model_configs())
+        or settings.model in POCKET_MODELS
+        or is_known_model(settings.model)
         or Path(settings.model).is_dir()
     )
-    if not is_known_model:
+    if not is_trusted_model:
         untrusted.append(f"the model {settings.model} of the hub")
     # Options may name an environment, a server or a file, so built-in rewards need a check, too.
     untrusted += [f"{name} with {options[name]}" for name in reward_names if options.get(name)]
@@ -775,10 +790,11 @@ def create_run(
     if not done:
         _check_can_train(settings, out)
         _warn_of_raw_sum(settings)
-    hashes = check_and_hash_inputs(settings)
     requested_model = settings.model
     if not resume:
+        read_run_prompts(settings)  # a wrong list is reported before the model is downloaded
         settings = settings.model_copy(update={"model": pin_revision(requested_model)})
+    hashes = check_and_hash_inputs(settings)
     start_adapter = None
     if settings.lora_start:
         from chunk_grpo.models import adapters  # imported here, since it imports diffusers

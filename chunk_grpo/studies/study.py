@@ -33,7 +33,7 @@ from ..core.files import atomic_write, read_json, read_json_lines, hash_file, wr
 from ..core.machine import cuda_visible_devices, raise_on_sigterm
 from ..core.user_code import code_hashes
 from ..evaluation import evaluate
-from ..models.inputs import pin_revision
+from ..models.inputs import pin_revision, split_revision
 from ..reward_serving.client import RewardUnavailable
 from ..runs import launch, run_folder
 from ..runs.processes import ForkingProgram, core_count, run_programs, serve_calls
@@ -610,18 +610,19 @@ class _Progress:
             """Return what tells the rows of two runs apart."""
             return row["settings"], row.get("scores"), row.get("curve")
 
-        kept = [content(row) for row in self.rows.values()]
+        old = self.out / "results.old.jsonl"
+        old_rows = read_json_lines(old)
+        known = [content(row) for row in [*self.rows.values(), *old_rows]]
         stored = read_json_lines(self.out / "results.jsonl")
-        others = [row for row in stored if content(row) not in kept]
+        others = [row for row in stored if content(row) not in known]
         if not others:
             return
-        old = self.out / "results.old.jsonl"
-        rows = [*read_json_lines(old), *others]
+        lines = [json.dumps(row) + "\n" for row in [*old_rows, *others]]
         with atomic_write(old) as file:
-            file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+            file.write_text("".join(lines), encoding="utf-8")
         self.log(
-            f"{len(others)} rows of results.jsonl belong to no trial of the plan, as its settings, inputs or code are now; "
-            f"they are in {old} now"
+            f"{len(others)} rows belong to no trial of the plan with its present settings, inputs and code, and were moved to "
+            f"{old}"
         )
 
     def write(self) -> None:
@@ -710,8 +711,14 @@ def _pin_models(
     commits: dict[str, str] = {}  # the setting `model` of trials -> the model with its commit
     for file in sorted(out.glob("[!.]*/run.json")):
         run_info = read_json(file)
-        if run_info.get("requested_model"):
-            commits.setdefault(run_info["requested_model"], run_info["settings"]["model"])
+        recorded = run_info["settings"].get("model", "")
+        for name in (split_revision(recorded)[0], run_info.get("requested_model")):
+            if name:
+                commits.setdefault(name, recorded)
+    # The folders of finished trials may have been deleted.
+    for row in read_json_lines(out / "results.jsonl"):
+        recorded = row["settings"].get("model", "")
+        commits.setdefault(split_revision(recorded)[0], recorded)
     pinned = []
     for trial in trials:
         model = trial.settings.model

@@ -83,7 +83,7 @@ class TrainingState:
         None  # (T,) mean relative distance of each transition; None: not measured yet
     )
     iteration: int = 0  # number of finished iterations
-    # True from the beginning of an update until its metrics are written: a checkpoint must not be written meanwhile
+    # True from the first step of an update until its metrics are written: a checkpoint must not be written meanwhile
     is_updating: bool = False
     seconds: float = 0.0  # wall time of the finished iterations
     cpu_seconds: float = 0.0  # CPU time of the finished iterations, summed over threads

@@ -50,7 +50,7 @@ def train_iteration(state: TrainingState) -> dict:  # the iteration's metrics
     profile.json if the profile is due and samples/ if an evaluation is; the caller writes the line, sets
     `state.is_updating` to False, and writes the checkpoint.
     Every process must call this function. Raises ScoringFailed if images could not be scored, if an advantage or a
-    log-probability is infinite or NaN, or if the evaluation of a single process fails.
+    log-probability is infinite or NaN, or if an evaluation fails in a run with one process.
     """
     settings = state.settings
     start = time.perf_counter()
@@ -120,7 +120,7 @@ def repeat_failed_evaluation(
     state: TrainingState,  # resumed from a checkpoint, or new
     log: Callable[[str], None],  # prints a line of the log
 ) -> None:
-    """Evaluate the last finished iteration again if a reward failed in its evaluation, and add the scores to its metrics.
+    """Evaluate the last finished iteration again if its evaluation failed, and add the scores to its metrics.
 
     Rewrites metrics.jsonl and the checkpoint of this iteration. Every process must call this function. Raises the error of
     a reward that fails again.
@@ -166,8 +166,8 @@ def train_run(
     Every process of the run must call this function; it destroys their process group at the end. Raises InputError if the
     settings, a checkpoint or the training fails a check. Before it raises Terminated after SIGTERM, the error of a reward
     that could not score an iteration's images, or that of a callback, it writes a checkpoint of the last finished
-    iteration. After any other error that is not an InputError, it does so too, unless the weights are sharded or the error
-    occurred in an update.
+    iteration. After any other error it does so too, unless the weights are sharded or the error occurred after the first
+    step of an update.
     """
     state = prepare_state(settings, Path(run))
     log = log if state.accelerator.is_main_process else lambda text: None
@@ -196,8 +196,8 @@ def train_run(
             except Exception as callback_error:
                 error = callback_error
             error = share_error(state, error)
-            state.is_updating = False
             check_weights_are_finite(state)
+            state.is_updating = False
             is_last = state.iteration == settings.iterations
             is_due = is_last or state.iteration % settings.checkpoint_every == 0
             if state.iteration and (error is not None or is_due):
@@ -241,12 +241,11 @@ def train_run(
             raise
         except ScoringFailed as scoring_failure:
             failure = scoring_failure
-        except InputError:
-            raise
         except Exception as error:
             # One process alone cannot write sharded weights.
             if not state.is_updating and not state.policy.sharded:
-                save_despite_error(f"{type(error).__name__}")
+                is_known = isinstance(error, InputError)
+                save_despite_error("the run ends" if is_known else type(error).__name__)
             raise
         if failure is not None:
             if failure.line is not None:
