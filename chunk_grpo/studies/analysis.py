@@ -210,7 +210,7 @@ def contrast_table(
     """Compare pairs of arms on the seeds that both have, with Holm's correction within each family.
 
     In each row `reference` is the arm that is subtracted. If one of the two arms has no runs, `n` is 0 and the other numbers
-    are nan. Without contrasts the table is empty.
+    are nan, but the correction counts it. Without contrasts the table is empty.
     """
     gains = gains_by_seed(rows, reward, arm)
     tables = []
