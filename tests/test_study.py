@@ -355,7 +355,7 @@ def test_rows_of_trials_that_the_plan_no_longer_has_are_set_aside_and_found_agai
     said = study_until(changed, out, 0, unplanned=True)
     old = trials("results.old.jsonl")
     assert sorted([*old, *trials("results.jsonl")]) == before and len(old) == 2
-    assert f"{len(old)} rows of results.jsonl belong to no trial of the plan" in said
+    assert f"{len(old)} rows belong to no trial of the plan" in said
 
     # With the former plan no trial runs again.
     said = study_until(home, out, 0, unplanned=True)
