@@ -1835,6 +1835,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                 'chunk_grpo/reporting/model_card.py'),
                                                  'chunk_grpo.reporting.model_card.is_hub_id': ( '12_reporting/model_card.html#is_hub_id',
                                                                                                 'chunk_grpo/reporting/model_card.py'),
+                                                 'chunk_grpo.reporting.model_card.list_changed_method_settings': ( '12_reporting/model_card.html#list_changed_method_settings',
+                                                                                                                   'chunk_grpo/reporting/model_card.py'),
                                                  'chunk_grpo.reporting.model_card.model_card': ( '12_reporting/model_card.html#model_card',
                                                                                                  'chunk_grpo/reporting/model_card.py'),
                                                  'chunk_grpo.reporting.model_card.pipeline_options': ( '12_reporting/model_card.html#pipeline_options',
