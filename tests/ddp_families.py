@@ -99,6 +99,9 @@ def main(folders):
                 words |= {"sharding": "fsdp", "sharding_offload": True}
             try:
                 model = trainable.load_trainable_policy(folder, **words)
+                # A run evaluates its base before the first update.
+                with trainable.use_base_weights(model):
+                    pass
                 latents, (one, two) = updates(model, accelerator, sharded)
                 every = accelerator.gather(one[None])
                 same = torch.equal(every[0], every[1]) and torch.allclose(one, two, atol=1e-6)

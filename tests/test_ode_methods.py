@@ -124,7 +124,9 @@ def test_a_card_without_hybrid_inference_loads_no_second_transformer(run, hybrid
 @pytest.mark.parametrize("clamp", [1.0, 5.0])
 @pytest.mark.parametrize("name", ["best-of-n", "online-dpo"])
 def test_the_best_image_is_the_best_however_large_the_rewards_are(name, clamp):
-    settings = load_settings("pocket/tiny", {"method": name, "credit": "none"})
+    two_rewards = {"pocket-clip": 1.0, "pocket-geneval": 1.0}
+    changes = {"method": name, "credit": "none", "reward": two_rewards}
+    settings = load_settings("pocket/tiny", changes)
     settings = settings.model_copy(update={"advantage_clamp": clamp})
     rewards = torch.tensor([[20.0, 30.0, 0.0, 0.0]])
     advantages = load_method(settings).advantages({"r": rewards}, {"r": 1.0})

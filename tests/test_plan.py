@@ -851,3 +851,15 @@ def test_memory_of_a_reward_follows_its_number_format():
         return peak_memory(run_settings, config)[1]["rewards"]
 
     assert reward_bytes(dtype="float32") == 2 * reward_bytes() == 2 * reward_bytes(dtype="float16")
+
+
+def test_every_process_saves_images_of_an_evaluation():
+    """Up to eight each, and no more than an evaluation samples."""
+    config = find_model_config("black-forest-labs/FLUX.1-dev")
+    run_settings = settings.load_settings("paper/chunk", {"eval_count": 100})
+    one, eight, many = (
+        run_disk_bytes(run_settings, config, processes=n)["images"] for n in (1, 8, 1000)
+    )
+    assert one < eight < many
+    sampled = run_settings.eval_count * run_settings.eval_images
+    assert (many - one) / (eight - one) == pytest.approx((sampled - 8) / 56)

@@ -640,7 +640,7 @@ def test_what_is_no_request_is_said_in_a_sentence(kind):
     with serve() as url:
         answer = post(url, WRONG[kind])
         assert answer.status_code == 400 and "must be" in answer.json()["detail"]
-        assert post(url).json() == {"scores": [0.0]}  # and it goes on
+        assert post(url).json() == {"scores": [0.0], "name": "red"}  # and it goes on
 
 
 def test_millions_of_empty_objects_cost_no_memory():
@@ -734,6 +734,54 @@ def test_a_full_queue_is_tried_again_later(monkeypatch):
         )
         free.set()
         assert [f.result(60).tolist() for f in (*first, patient)] == [[0.0]] * 3
+
+
+def test_a_request_whose_client_has_given_up_is_not_scored():
+    """It would be asked again, so the queue of a slow reward would grow without end."""
+    begun = threading.Event()
+    free = threading.Event()
+    scored: list[int] = []
+
+    def reward(images, prompts):
+        scored.append(len(prompts))
+        begun.set()
+        free.wait(60)
+        return torch.zeros(len(prompts))
+
+    with serve("r", reward) as url, ThreadPoolExecutor(4) as pool:
+        first = pool.submit(post, url)
+        assert begun.wait(60)
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(url + "/score", content=ONE, timeout=0.5)
+        time.sleep(0.5)  # until the server notices
+        free.set()
+        assert first.result(60).status_code == 200
+        assert post(url).status_code == 200
+    assert len(scored) == 2
+
+
+def test_another_reward_at_the_same_address_is_noticed():
+    with serve("red", lambda images, prompts: torch.zeros(len(prompts))) as url:
+        ask = client.load_remote_reward(url)
+        assert ask(IMAGES, PROMPTS).tolist() == [0.0] * len(PROMPTS)
+        ask.server_info["name"] = "blue"  # what the server served when the run began
+        with pytest.raises(InputError, match="`url` must serve 'blue'; .* now serves 'red'"):
+            ask(IMAGES, PROMPTS)
+
+
+def test_a_worker_is_not_started_again_with_other_code(tmp_path, monkeypatch):
+    """Its file was edited for the next run, and then the worker was killed."""
+    text = "def mine(images, prompts):\n    return [{}] * len(prompts)\n"
+    (tmp_path / "mine.py").write_text(text.format(1.0))
+    monkeypatch.chdir(tmp_path)
+    child = placement.load_placed_reward(f"{tmp_path}/mine.py:mine", worker=True)
+    assert child(PICTURES, PROMPTS).tolist() == [1.0] * len(PROMPTS)
+    (tmp_path / "mine.py").write_text(text.format(2.0))
+    assert child(PICTURES, PROMPTS).tolist() == [1.0] * len(PROMPTS)
+    os.kill(child.child.pid, 9)
+    with pytest.raises(InputError, match="`reward` must keep its code"):
+        child(PICTURES, PROMPTS)
+    child.close()
 
 
 def test_background_keeps_order_and_says_what_went_wrong():

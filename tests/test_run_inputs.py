@@ -201,3 +201,46 @@ def test_rows_of_a_study_are_known_wherever_its_lists_lie(tmp_path, monkeypatch)
     trial = Trial("study", "arm", 0, run_settings, {}, 0)
     assert find_finished_row(trial, tmp_path, [row]) is not None
     assert find_finished_row(trial, tmp_path, [row | {"prompts_sha256": "0"}]) is None
+
+
+def test_a_row_of_a_trial_that_started_from_another_adapter_is_not_taken(tmp_path):
+    """The path is the same, the values are not."""
+
+    from chunk_grpo.models import adapters, trainable
+    from chunk_grpo.models.inputs import check_and_hash_inputs
+    from chunk_grpo.studies.design import Trial, find_finished_row
+
+    start = tmp_path / "start"
+    changes = {"model": "pocket", "lora_rank": 2, "lora_start": str(start)}
+    own = settings.load_settings("pocket/tiny", changes)
+
+    def write_start(seed):
+        policy = trainable.load_trainable_policy(
+            "pocket", lora_rank=2, seed=seed, resolution=64, max_tokens=12
+        )
+        trainable.save_trained_weights(policy, start)
+        return adapters.hash_adapter(adapters.read_start_adapter(own))
+
+    first, second = (write_start(seed) for seed in (0, 1))
+    assert first != second
+    trial = Trial("s", "a", 0, own, {}, 0)
+    row = {
+        "settings": own.model_dump(mode="json"),
+        "evaluation": {},
+        "splits": 0,
+        **check_and_hash_inputs(own),
+    }
+    assert find_finished_row(trial, tmp_path, [row | {"start_sha256": second}]) is not None
+    assert find_finished_row(trial, tmp_path, [row | {"start_sha256": first}]) is None
+
+
+def test_embeddings_of_another_version_of_transformers_are_not_used(monkeypatch):
+    from importlib import metadata
+
+    from chunk_grpo.models import policy, prompt_embeds
+
+    model = policy.load_policy("pocket", resolution=64, max_tokens=12)
+    before = prompt_embeds.hash_encoders(model)
+    assert prompt_embeds.hash_encoders(model) == before
+    monkeypatch.setattr(metadata, "version", lambda name: "0.1")
+    assert prompt_embeds.hash_encoders(model) != before

@@ -40,7 +40,7 @@ def settings(tmp_path, monkeypatch):
     prompts.write_text("a red star\ntwo dogs\n")
     real = {"model_sha256": "a" * 64, "prompts_sha256": "b" * 64}
     monkeypatch.setattr(run_folder, "check_and_hash_inputs", lambda settings: real)
-    monkeypatch.setattr(disk, "estimate_new_disk_bytes", lambda settings, references: (1, 0))
+    monkeypatch.setattr(disk, "estimate_new_disk_bytes", lambda *_: (1, 0))
     return setting.load_settings(
         "pocket/tiny", {"prompts": str(prompts), "eval_prompts": str(prompts)}
     )
@@ -70,9 +70,7 @@ ROOM = {  # gigabytes that the run needs, the embeddings need, whether they shar
 @pytest.mark.parametrize("case", ROOM)
 def test_the_disk_has_room_for_the_embeddings_too(settings, tmp_path, monkeypatch, case):
     run, cache, same, free, words = ROOM[case]
-    monkeypatch.setattr(
-        disk, "estimate_new_disk_bytes", lambda settings, references: (run * GB, cache * GB)
-    )
+    monkeypatch.setattr(disk, "estimate_new_disk_bytes", lambda *_: (run * GB, cache * GB))
     other = tmp_path if same else Path("/dev")
     monkeypatch.setenv("CHUNK_GRPO_CACHE", str(other))
     rooms = {tmp_path: free[0] * GB, other: free[1] * GB}
@@ -104,7 +102,7 @@ def test_a_resumed_run_needs_room_only_for_what_it_has_not_written(settings, tmp
     (run / "run.json").write_text("{}")
     with open(run / "checkpoints/000002/weights.safetensors", "wb") as file:
         file.truncate(4 * GB)
-    monkeypatch.setattr(disk, "estimate_new_disk_bytes", lambda settings, references: (6 * GB, 0))
+    monkeypatch.setattr(disk, "estimate_new_disk_bytes", lambda *_: (6 * GB, 0))
     monkeypatch.setattr(disk.shutil, "disk_usage", lambda place: SimpleNamespace(free=3 * GB))
     check_disk_space(settings, run)
     monkeypatch.setattr(disk.shutil, "disk_usage", lambda place: SimpleNamespace(free=GB))
@@ -227,9 +225,7 @@ def test_refusals_write_nothing(settings, tmp_path, monkeypatch, case):
         resume = True
         run_settings = settings.model_copy(update={"clip_range": 0.5})
     elif case == "no space":
-        monkeypatch.setattr(
-            disk, "estimate_new_disk_bytes", lambda settings, references: (10**18, 0)
-        )
+        monkeypatch.setattr(disk, "estimate_new_disk_bytes", lambda *_: (10**18, 0))
     else:
         processes = 3
     words = {

@@ -225,6 +225,22 @@ def best_in_the_middle(trial: design.Trial) -> float:
             RANDOM + "    tuning_grid = {'kl': [-1, 2, 3]}\n",
             "`kl=-1` is not: `kl` must be a number",
         ),
+        (
+            RANDOM + "    tuning_grid = {'learning_rate': [1e-4, 1e-3, 1e-2]}\n",
+            "must name another setting than `learning_rate`",
+        ),
+        (
+            RANDOM.replace("RandomAdvantages", "Größe"),
+            "must have a name of ASCII letters and digits, .*; got Größe",
+        ),
+        (
+            RANDOM.replace("def advantages", "def advantage"),
+            "`advantage` of RandomAdvantages has no effect on training; did you mean advantages?",
+        ),
+        (
+            RANDOM + "    def later(self):\n        return read_held_out_prompts(self.settings)\n",
+            "uses read_held_out_prompts",
+        ),
         (LEAK, "must not use held-out prompts; line 9 of mine.py uses eval_prompts"),
         (RANDOM + "    a = 'pocket:test192'\n", "names pocket:test192"),
         (RANDOM + "    a = 'test-prompts.txt'\n", "names test-prompts.txt"),
@@ -281,6 +297,7 @@ def test_a_method_that_fails_is_told_the_line_and_the_function(tmp_path, protoco
     [
         (["iterations=9"], "`iterations` must keep the value of the protocol"),
         (["eval_prompts=pocket:train"], "`eval_prompts` must keep the value of the protocol"),
+        (["true_cfg_scale=3"], "`true_cfg_scale` must keep the value of the protocol"),
         (["learning_rate=1"], "`learning_rate` must be left to the tuning"),
         (["method.upper=3"], "`method.upper` must be left to the tuning"),
         (["no_such=1"], "no_such"),
@@ -320,6 +337,23 @@ def test_a_hook_that_fails_while_training_is_one_sentence(tmp_path, protocol):
     with pytest.raises(InputError, match="`advantages` of .* must return finite") as caught:
         try_method.check_method(write_method(tmp_path, text), (), protocol)
     assert "\n" not in str(caught.value)
+
+
+def test_a_method_whose_second_update_is_not_finite_is_rejected(tmp_path, protocol):
+    """The ratio is 1 in the first update only."""
+    text = CLIP_HIGHER.replace(
+        "        return torch.minimum(",
+        "        clipped = clipped * torch.where(ratio == 1, 1.0, math.nan)\n        return torch.minimum(",
+    ).replace("import torch\n", "import math\n\nimport torch\n", 1)
+    with pytest.raises(InputError, match="must leave a finite gradient in every update"):
+        try_method.check_method(
+            write_method(tmp_path, text), ("updates_per_iteration=2",), protocol
+        )
+
+
+def test_a_protocol_that_tunes_nothing_is_rejected_before_anything_runs(tmp_path):
+    with pytest.raises(InputError, match="must be a study that tunes its arms"):
+        try_method.check_method(write_method(tmp_path, CLIP_HIGHER), (), "explain")
 
 
 def test_the_command_exits_with_2_and_one_sentence(tmp_path):
@@ -388,6 +422,55 @@ def test_a_try_beside_another_does_not_train_the_reference_again(tmp_path, proto
     write_method(tmp_path, CLIP_HIGHER + "\n# another version\n")
     try_method.try_method(mine, out=tmp_path / "tries/two", protocol=protocol)
     assert runs.begun and not any(name.startswith("steps") for name in runs.begun)
+
+
+def test_points_at_which_training_fails_are_not_chosen_and_are_named(tmp_path, protocol, invent):
+    """A learning rate at which the method diverges loses, and the rest is tuned and tested."""
+    runs = invent(best_in_the_middle)
+
+    def fail_at_the_largest(source, out, *arguments, **options):
+        rows = runs(source, out, *arguments, **options)
+        failed = {
+            trial.name: InputError("`learning_rate` must be lower")
+            for trial in design.expand_trials(source)
+            if trial.arm.startswith("ClipHigher@") and trial.settings.learning_rate == 4e-5
+        }
+        if failed:
+            left = [row for row in rows if f"{row['arm']}-{row['seed']}" not in failed]
+            text = "".join(json.dumps(row) + "\n" for row in left)
+            (out / "results.jsonl").write_text(text)
+            error = InputError("trials failed")
+            error.failed_trials = failed
+            raise error
+        return rows
+
+    pilot.run_study = fail_at_the_largest  # `invent` restores it
+    out = tmp_path / "out"
+    page = try_method.try_method(write_method(tmp_path, CLIP_HIGHER), out=out, protocol=protocol)
+    best = read_yaml_file(out / "plan/tuned.yaml")["ClipHigher"]
+    assert best["settings"]["learning_rate"] == 2e-5 and best["failed_points"]
+    assert {point["learning_rate"] for point in best["failed_points"]} == {4e-5}
+    assert "learning_rate=4e-05" in page.read_text().partition("Training failed at these")[2]
+
+
+def test_an_arm_whose_points_all_fail_ends_the_tuning(tmp_path, protocol, invent):
+    runs = invent(best_in_the_middle)
+
+    def fail(source, out, *arguments, **options):
+        runs(source, out, *arguments, **options)
+        error = InputError("trials failed")
+        error.failed_trials = {
+            trial.name: InputError("no")
+            for trial in design.expand_trials(source)
+            if trial.arm.startswith("ClipHigher@")
+        }
+        raise error
+
+    pilot.run_study = fail
+    with pytest.raises(InputError, match="trials failed"):
+        try_method.try_method(
+            write_method(tmp_path, CLIP_HIGHER), out=tmp_path / "out", protocol=protocol
+        )
 
 
 def test_quick_is_small_and_says_that_it_decides_nothing(tmp_path, protocol, invent):
@@ -461,7 +544,7 @@ def test_random_advantages_are_not_different_from_the_base(tmp_path, protocol, i
     said = summary(tmp_path, protocol, invent, RANDOM, gain)
     assert "not different from the base" in said and "behind steps" in said
     page = (tmp_path / "out/page.md").read_text()
-    assert "It is no sandbox" in page and "has rank 2 of 2 methods" in page
+    assert "It is no sandbox" in page and "has rank 2 of the 2 arms" in page
     assert re.search(r"not different from the base.*; power at the smallest effect", said)
     assert not re.search(r"behind steps.*power", said)  # what is decided needs no power
     assert "smallest effect of interest is 10% of the gain of steps" in said
@@ -472,7 +555,7 @@ def test_a_better_method_is_ahead_and_has_the_first_rank(tmp_path, protocol, inv
         return 0.15 if trial.arm.startswith("ClipHigher") else 0.1
 
     said = summary(tmp_path, protocol, invent, CLIP_HIGHER, gain)
-    assert "ClipHigher has rank 1 of 2 methods" in said
+    assert "ClipHigher has rank 1 of the 2 arms" in said
     assert "ahead of the base" in said and "ahead of steps" in said
 
 
@@ -487,7 +570,7 @@ def test_words_of_a_comparison_follow_interval_and_smallest_effect():
     assert words(-0.01, 0.01, 0.9).endswith("an effect of interest is excluded")
     assert words(-0.01, 0.05, 0.2).endswith("an effect of interest is not excluded")
     assert words(0.01, 0.05, 0.2).startswith("not different from steps")  # after correction
-    assert words(0.01, 0.05, n=1) == "one seed decides nothing"
+    assert words(0.01, 0.05, n=1) == "one seed decides nothing about steps"
     assert words(-0.01, 0.05, 0.2, smallest=0.0) == "not different from steps"
 
 

@@ -1,6 +1,8 @@
 """Runs that nobody watches: what a failed reward costs, what a scheduler is told, and what others get of a run."""
 
 import json
+import os
+import signal
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
@@ -14,7 +16,7 @@ from typer.testing import CliRunner
 
 from chunk_grpo import InputError, export_run
 from chunk_grpo.cli import main
-from chunk_grpo.core import files, settings
+from chunk_grpo.core import files, machine, settings
 from chunk_grpo.core.files import read_json, write_json
 from chunk_grpo.core.machine import TrainingFailed
 from chunk_grpo.evaluation.judge import parse_rating
@@ -141,7 +143,7 @@ def test_a_reward_that_fails_in_an_evaluation_costs_nothing(
 
     broken.unlink()
     resumed = launch.train(world / "s.yaml", tmp_path / "run", resume=True)
-    assert "the evaluation after iteration 2, which failed, is repeated" in (
+    assert "the evaluation after iteration 2, which did not finish, is repeated" in (
         (resumed / "train.log").read_text()
     )
     assert trained(resumed) == trained(whole) and metrics(resumed) == metrics(whole)
@@ -177,10 +179,10 @@ def test_scores_that_overflow_cost_only_the_iteration_in_flight(tmp_path, monkey
     world = write(tmp_path, **FEW | {"reward": "tiny_rewards:red"})
     check = trainer.check_rollout_is_finite
 
-    def reject_third(rollout, iteration):
+    def reject_third(rollout, iteration, method):
         if iteration == 2:
             raise InputError("`reward` must be finite")
-        check(rollout, iteration)
+        check(rollout, iteration, method)
 
     monkeypatch.setattr(trainer, "check_rollout_is_finite", reject_third)
     with pytest.raises(InputError, match="`reward` must be finite"):
@@ -485,3 +487,73 @@ def test_a_kill_between_two_renames_loses_no_folder(tmp_path, has_successor):
     files.remove_abandoned_files(tmp_path)
     assert (tmp_path / "final/weights").read_text() == ("new" if has_successor else "old")
     assert [entry.name for entry in tmp_path.iterdir()] == ["final"]
+
+
+def test_sigterm_in_an_evaluation_ends_it_at_once_and_costs_nothing(tmp_path, monkeypatch):
+    """A scheduler ends the job while held-out images are sampled or scored; the update before them is kept."""
+    world = write(tmp_path, **FEW | {"reward": "tiny_rewards:red", "eval_every": 2})
+    whole = launch.train(world / "s.yaml", tmp_path / "whole")
+    sample_images = training_metrics.sample_images
+    calls: list[str] = []
+
+    def end_job(**options):
+        images = sample_images(**options)
+        calls.append("sampled")
+        if len(calls) == 2:  # the first evaluation is that of the base
+            os.kill(os.getpid(), signal.SIGTERM)
+            calls.append("went on")
+        return images
+
+    monkeypatch.setattr(training_metrics, "sample_images", end_job)
+    with pytest.raises(machine.Terminated):
+        launch.train(world / "s.yaml", tmp_path / "run")
+    assert calls == ["sampled", "sampled"]
+    assert [folder.name for folder in (tmp_path / "run/checkpoints").iterdir()] == ["000002"]
+    assert "the evaluation after iteration 2 was interrupted" in (
+        (tmp_path / "run/train.log").read_text()
+    )
+
+    monkeypatch.undo()
+    resumed = launch.train(world / "s.yaml", tmp_path / "run", resume=True)
+    assert trained(resumed) == trained(whole) and metrics(resumed) == metrics(whole)
+
+
+def test_processes_that_are_started_again_do_not_train_on_an_edited_list(tmp_path):
+    """The list is edited after the run began, and a process is restarted, or begins late on another machine."""
+    world = write(tmp_path, **FEW | {"reward": "tiny_rewards:red"})
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("a red star\na blue star\n")
+    run_settings = settings.load_settings(
+        world / "s.yaml", {"prompts": str(prompts), "prompts_per_iteration": 1}
+    )
+    run = run_folder.create_run(run_settings, tmp_path / "run")
+    prompts.write_text("a red star\na purple elephant\n")
+    with pytest.raises(InputError, match="`prompts` must stay as it was when the run began"):
+        launch.launch_run(run)
+
+
+def test_a_command_that_loses_the_race_for_a_run_changes_nothing(tmp_path, monkeypatch):
+    """Another command trains the run that this one has just created."""
+    monkeypatch.setattr(files, "LOCK_PATIENCE", 0.2)
+    world = write(tmp_path, **FEW | {"reward": "tiny_rewards:red"})
+    run = run_folder.create_run(settings.load_settings(world / "s.yaml"), tmp_path / "run")
+    run_folder.update_run_json(run, status="running")
+    with files.lock_log(run / "train.log"):
+        with pytest.raises(InputError, match="is being trained by another process"):
+            launch.launch_run(run, roll_back_if_rejected=True)
+        assert read_json(run / "run.json")["status"] == "running"
+
+
+def test_a_run_goes_on_with_a_reward_server_at_another_address(tmp_path):
+    """The server's job got another port, and more retries are wanted; its other options must stay."""
+    old = {"r": {"url": "http://a:1", "retries": 1, "pixels": "exact"}}
+    moved = {"r": {"url": "http://b:2", "timeout": 5.0, "pixels": "exact"}}
+    assert settings.without_addresses(old) == settings.without_addresses(moved)
+    assert settings.replace_addresses(old, moved) == moved
+    world = write(tmp_path, reward="tiny_rewards:red")
+    plain = settings.load_settings(world / "s.yaml")
+    begun = plain.model_copy(update={"reward_options": old})
+    settings.check_resume(begun, plain.model_copy(update={"reward_options": moved}))
+    for other in ({"r": {"url": "http://b:2"}}, {"r": {"pixels": "exact"}}, {}):
+        with pytest.raises(InputError, match="`reward_options` must stay"):
+            settings.check_resume(begun, plain.model_copy(update={"reward_options": other}))

@@ -234,12 +234,14 @@ def agreement(
     else:
         scores, source = orders.shipped_scores(outcome)
     with_ours = orders.agreement_table(tables, scores)
+    named = sorted({name for one in tables for name in one.scores})
     if not len(with_ours):
-        named = sorted({name for one in tables for name in one.scores})
         listed = "have a score in --rows" if rows else "have a score of ours"
         raise InputError(
-            f"`scores` in {table} must have two or more methods that {listed}; got {', '.join(named)}"
+            f"`scores` in {table} must have two or more methods that {listed}, which are {', '.join(sorted(scores))}; got "
+            f"{', '.join(named)}"
         )
+    without_score = [name for name in named if name not in scores]
 
     # The papers' agreement with the given tables, and with one another. Tables of a published paper are not compared with
     # the tables of the same paper.
@@ -254,6 +256,7 @@ def agreement(
         return print_json(
             {
                 "source": source,
+                "without_score": without_score,
                 "with_ours": with_ours.to_dict("records"),
                 "with_papers": with_papers.to_dict("records"),
                 "ours_with_papers": ours_and_papers,
@@ -266,16 +269,22 @@ def agreement(
     typer.echo(f"{source}; outcome: {outcome}\n")
     ours = "the order in --rows" if rows else "our order"
     typer.echo(f"{table} and {ours}:")
-    typer.echo(with_ours.round(3).to_string(index=False) + "\n")
+    typer.echo(with_ours.round(3).to_string(index=False))
+    if without_score:
+        typer.echo(f"left out, because they have no score: {', '.join(without_score)}")
+    typer.echo("")
     typer.echo(f"{table} and the published tables:")
     if len(with_papers):
         typer.echo(with_papers.round(3).to_string(index=False) + "\n")
     else:
         typer.echo("no published table ranks two of its methods\n")
-    typer.echo(
-        f"{ours} and the published tables: mean tau {ours_and_papers['tau']:+.2f}, p {ours_and_papers['p']:.2f}, "
-        f"{ours_and_papers['papers']} papers"
-    )
+    if ours_and_papers["papers"]:
+        typer.echo(
+            f"{ours} and the published tables: mean tau {ours_and_papers['tau']:+.2f}, p {ours_and_papers['p']:.2f}, "
+            f"{ours_and_papers['papers']} papers"
+        )
+    else:
+        typer.echo(f"{ours} and the published tables: no table ranks two of these methods")
     typer.echo(
         f"published tables of different papers: mean tau {among_papers.tau.mean():+.2f}, {len(among_papers)} pairs of papers"
     )

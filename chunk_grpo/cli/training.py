@@ -141,7 +141,7 @@ def train(
             f"`--{'resume' if resume else 'nodes'}` needs the run folder in `--out`; got none"
         )
     # imported here, since they import torch
-    from chunk_grpo.planning.processes import choose_process_count
+    from chunk_grpo.planning.processes import choose_process_count, largest_process_count
     from chunk_grpo.runs import launch, run_folder
     from chunk_grpo.runs.processes import default_process_count
     from chunk_grpo.training.method_loading import load_method
@@ -165,9 +165,7 @@ def train(
     if processes is None and nodes == 1:
         launch.check_launch_environment()
         if resume and run_folder.holds_run(folder):
-            processes = default_process_count(folder)
-            while run_settings.prompts_per_iteration % processes:
-                processes -= 1
+            processes = largest_process_count(run_settings, default_process_count(folder))
         else:
             references = len(load_method(run_settings).reference_decays)
             processes = choose_process_count(run_settings, source, references)

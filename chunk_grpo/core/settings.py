@@ -8,8 +8,8 @@ __all__ = ['OUR_CHOICE', 'REWARD_LOADERS', 'EMBEDDING_REWARDS', 'EXTERNAL_REWARD
            'format_resolution', 'reward_weights', 'evaluated_rewards', 'guidance_scales', 'uses_true_cfg',
            'find_embedding_reward', 'list_code_paths', 'resolve_code_files', 'parse_lr_scheduler', 'method_label',
            'Settings', 'list_presets', 'find_settings_file', 'read_settings_file', 'load_settings',
-           'load_recorded_settings', 'dump_settings', 'diff_settings', 'check_resume', 'settings_table',
-           'check_process_count']
+           'load_recorded_settings', 'dump_settings', 'diff_settings', 'without_addresses', 'replace_addresses',
+           'check_resume', 'settings_table', 'check_process_count']
 
 # %% ../../nbs/02_core/04_settings.ipynb #77c2ca98
 import difflib
@@ -1962,6 +1962,52 @@ def diff_settings(
     return different
 
 
+# Reward options that say where and how patiently a reward is asked, and not which reward it is.
+_REQUEST_OPTIONS = ("url", "timeout", "retries", "pause", "start_timeout", "token_variable")
+_JUDGE_OPTIONS = ("base_url", "key_variable", "timeout", "retries", "max_concurrency")
+
+
+def _address_options(
+    name: str,  # of a reward
+    options: Mapping[str, Any],  # its options
+) -> tuple[str, ...]:
+    """Return the names of those options of a reward that a resumed run may change."""
+    if any(map(options.get, EXTERNAL_REWARD_OPTIONS)):
+        return _REQUEST_OPTIONS
+    return _JUDGE_OPTIONS if name in ("vlm-judge", "unifiedreward") else ()
+
+
+def without_addresses(
+    reward_options: Mapping[str, Mapping[str, Any]],  # the setting of this name
+) -> dict[str, dict]:
+    """Return the options of rewards without those that say where and how patiently a reward is asked.
+
+    `url` becomes true, because it matters that a reward is on a server, but not on which one.
+    """
+    kept = {}
+    for name, options in reward_options.items():
+        addresses = _address_options(name, options)
+        kept[name] = {key: value for key, value in options.items() if key not in addresses}
+        if options.get("url"):
+            kept[name]["url"] = True
+    return kept
+
+
+def replace_addresses(
+    recorded: Mapping[str, Mapping[str, Any]],  # `reward_options` of a run
+    current: Mapping[str, Mapping[str, Any]],  # those with which it is resumed
+) -> dict[str, dict]:
+    """Return the recorded options of rewards with the current addresses, see `without_addresses`."""
+    replaced = {}
+    for name, options in recorded.items():
+        addresses = _address_options(name, options)
+        replaced[name] = {key: value for key, value in options.items() if key not in addresses}
+        for key, value in current.get(name, {}).items():
+            if key in addresses:
+                replaced[name][key] = value
+    return replaced
+
+
 def check_resume(
     old: Settings,  # settings with which the run began
     new: Settings,  # settings with which it is to be resumed
@@ -1969,8 +2015,9 @@ def check_resume(
 ) -> None:
     """Raise InputError if a resumed run would differ from the run that began.
 
-    Only the fields in RESUME_CHANGEABLE_FIELDS may change, with `rounding` also those in RESUME_ROUNDING_FIELDS, and
-    `iterations` may be raised, unless the learning rate falls to 0 over all `iterations`.
+    Only the fields in RESUME_CHANGEABLE_FIELDS may change, with `rounding` also those in RESUME_ROUNDING_FIELDS, the
+    addresses of rewards (see `without_addresses`), and `iterations` may be raised, unless the learning rate falls to 0 over
+    all `iterations`.
     """
     changeable = RESUME_CHANGEABLE_FIELDS
     if rounding:
@@ -1978,6 +2025,8 @@ def check_resume(
     changed = {
         name: values for name, values in diff_settings(old, new).items() if name not in changeable
     }
+    if without_addresses(old.reward_options) == without_addresses(new.reward_options):
+        changed.pop("reward_options", None)
     old_iterations, new_iterations = changed.pop("iterations", (0, 0))
     for name, (old_value, new_value) in changed.items():
         raise InputError(

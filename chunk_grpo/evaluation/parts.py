@@ -36,7 +36,13 @@ from chunk_grpo.core.files import (
     sync_tree,
     try_lock,
 )
-from ..core.settings import Settings, diff_settings, load_settings, reward_weights
+from chunk_grpo.core.settings import (
+    Settings,
+    diff_settings,
+    load_settings,
+    reward_weights,
+    without_addresses,
+)
 from ..core.user_code import code_hashes
 from chunk_grpo.evaluation.run_images import (
     encode_arm_prompts,
@@ -234,11 +240,14 @@ def unfinished_evaluation_folder(
 ) -> Path:  # may not exist yet
     """Return the folder RUN/evaluation.begun/HASH, which holds an evaluation until it is finished.
 
-    HASH identifies the settings (except `threads`), the arms, the prompts and their records, the weights and the user's code.
+    HASH identifies the settings (except `threads` and addresses of rewards), the arms, the prompts and their records, the
+    weights and the user's code.
     Raises InputError if the weights are missing or not those that training wrote.
     """
+    relevant_settings = settings.model_dump(mode="json", exclude={"threads"})
+    relevant_settings["reward_options"] = without_addresses(settings.reward_options)
     identity = {
-        "settings": settings.model_dump(mode="json", exclude={"threads"}),
+        "settings": relevant_settings,
         "arms": dict(arms),
         "prompts": [prompt_identity(prompt) for prompt in prompts],
         "weights": hash_trained_weights(run, checkpoint),
@@ -376,8 +385,11 @@ def sample_process_parts(
     parts = evaluation_parts(settings, len(prompts), arms)[process_index::process_count]
     missing = [part for part in parts if part not in finished]
     # The scorers are loaded inside this context, because a worker gets as many threads as this process has at that time.
-    with use_torch_threads(settings.threads):
+    with contextlib.ExitStack() as closing, use_torch_threads(settings.threads):
         scorers = load_scorers(settings, run, trust)
+        for scorer in scorers.values():
+            if hasattr(scorer, "close"):  # ends the process of a worker
+                closing.callback(scorer.close)
         rewards.check_prompts(scorers, prompts, "eval_prompts", prompt_records)
         model = load_trained_policy(run, settings, folder=weights_folder)
         file = folder / f"parts-{uuid.uuid4().hex}.jsonl"

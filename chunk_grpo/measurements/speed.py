@@ -524,10 +524,12 @@ def measure_iteration(
     shares_first = settings.shared_noise and not settings.noise_spread
     first_forwards = len(workload.prompts) if shares_first else count
     forwards = count * (settings.steps - 1) + first_forwards
+    # The KL penalty takes a forward pass of the base for each transition, without a backward pass.
+    update_forwards = 2 if settings.kl else 1
     phase_flop = {
         "rollout": forwards * flop["forward"],
         "decode": count * flop["decode"],
-        "update": transitions * (flop["forward"] + flop["backward"]),
+        "update": transitions * (update_forwards * flop["forward"] + flop["backward"]),
     }
 
     log("measuring memory")

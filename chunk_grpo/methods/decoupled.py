@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from .. import InputError
-from ..core.settings import Settings
+from ..core.settings import Settings, reward_weights
 from ..theory import chunk_search
 from ..theory.chunks import Chunks, flatten_chunks, parse_chunk_numbers
 from ..theory.dynamics import count_trained_chunks
@@ -494,13 +494,14 @@ class Nft(Decoupled):
         self,
         terms: ChunkTerms,  # terms of N chunk samples; `terms.statistic` is (N, 2), from `statistic`
     ) -> Tensor:
-        """Return -5 / beta times (y e+ + (1 - y) e-), (N,), where e+ and e- are the errors of v+ and v-.
+        """Return -c / beta times (y e+ + (1 - y) e-), (N,), where e+ and e- are the errors of v+ and v-.
 
-        y is the advantage A scaled to A / 10 + 0.5 and clamped to [0, 1].
+        c is `advantage_clamp`, 5 in the paper's code, and y is the advantage A scaled to A / (2 c) + 0.5 and clamped to [0, 1].
         """
-        goodness = (terms.advantage / 10 + 0.5).clamp(0, 1)  # the advantage scaled to [0, 1]
+        limit = self.settings.advantage_clamp
+        goodness = (terms.advantage / (2 * limit) + 0.5).clamp(0, 1)
         mixed, mirrored = terms.statistic.unbind(1)
-        return -5 / self.beta * (goodness * mixed + (1 - goodness) * mirrored)
+        return -limit / self.beta * (goodness * mixed + (1 - goodness) * mirrored)
 
 
 class Crd(Decoupled):
@@ -561,7 +562,15 @@ def subtract_group_mean(
 
 # %% ../../nbs/08_methods/01_decoupled.ipynb #c0e57077
 def _check_credit_changes_order(settings: Settings) -> None:
-    """Raise InputError if `credit` is sum or gdpo, which rank the images of a group exactly as group does."""
+    """Raise InputError if `credit` ranks the images of a group exactly as group does.
+
+    Those are sum and gdpo, and with one reward all values, because only the order of a group's images counts.
+    """
+    if settings.credit != "group" and len(reward_weights(settings)) == 1:
+        raise InputError(
+            f"`credit` must be group with {settings.method} and one reward, because only the order of the images of a group "
+            f"counts; got {settings.credit}"
+        )
     if settings.credit in ("sum", "gdpo"):
         raise InputError(
             f"`credit` must be group, batch, none or wins with {settings.method}, which uses only the order of the images "

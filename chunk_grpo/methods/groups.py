@@ -83,6 +83,7 @@ class Neighbor(Method):
         "train_chunks": "all",
         "chunk_weighting": "uniform",
         "sharing": "own",
+        "shared_noise": True,
         "chunk_fraction": 1,
         "statistic": "ratio",
         "credit": "group",
@@ -90,7 +91,7 @@ class Neighbor(Method):
         "surrogate": "clip",
         "updates_per_iteration": 1,
     }
-    requirement_reason = "compares all paths of a group at every step"
+    requirement_reason = "compares all paths of a group, which begin near one noise, at every step"
 
     def __init__(self, settings: Settings):
         """Set the number of columns of the statistic to G: one log-ratio per sibling."""

@@ -4,11 +4,12 @@
 
 # %% auto #0
 __all__ = ['START_FOLDER', 'START_FILE', 'LAYOUTS', 'fetch_adapter_file', 'Adapter', 'read_adapter', 'read_start_adapter',
-           'write_adapter', 'save_adapter', 'start_from_adapter', 'load_start_adapter']
+           'hash_adapter', 'write_adapter', 'save_adapter', 'start_from_adapter', 'load_start_adapter']
 
 # %% ../../nbs/03_models/06_adapters.ipynb #5b1f0a05
 import contextlib
 import copy
+import hashlib
 import inspect
 import json
 import math
@@ -420,6 +421,17 @@ def read_start_adapter(
     layers = {name: network.get_submodule(name) for name in names}
     _check_adapter_fits(adapter, layers, settings.lora_rank, settings.lora_start)
     return adapter
+
+
+def hash_adapter(adapter: Adapter) -> str:  # sha256 in hex
+    """Return a hash of an adapter's layers and their values, which is the same for every layout of its file."""
+    digest = hashlib.sha256()
+    for name, factors in sorted(adapter.layers.items()):
+        digest.update(name.encode())
+        for factor in factors:
+            digest.update(str(tuple(factor.shape)).encode())
+            digest.update(factor.contiguous().numpy().tobytes())
+    return digest.hexdigest()
 
 
 def _tensors_of_layout(

@@ -1195,6 +1195,10 @@ def _extract_prompt(
     Raises ValueError if the record has no prompt, or its prompt is not a text.
     """
     if isinstance(record, dict):
+        if other := [key for key in record if not isinstance(key, str)]:
+            raise ValueError(
+                f"{place} must have texts as the names of its fields; one is {format_value(other[0])}"
+            )
         try:
             record = record[find_prompt_column(record, column)]
         except ValueError as error:

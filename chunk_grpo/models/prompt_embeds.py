@@ -10,6 +10,7 @@ __all__ = ['prompt_cache_folder', 'cache_prompt_embeds', 'open_prompt_cache', 't
 import contextlib
 import gc
 import hashlib
+import importlib.metadata
 import os
 import re
 import shutil
@@ -26,8 +27,10 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+import chunk_grpo
 from .. import InputError
 from ..arguments import check_arguments
+from ..core.files import hash_file
 from chunk_grpo.models.inputs import (
     check_regular_files,
     hash_model_files,
@@ -386,13 +389,18 @@ def lazy_prompt_encoder(
 
 # %% ../../nbs/03_models/01_prompt_embeds.ipynb #da7f0315
 def hash_encoders(policy: Any) -> str:  # sha256 in hex
-    """Return a hash of the encoders' files and dtype and of `max_tokens`, on which the embeddings of all families depend.
+    """Return a hash of everything on which the embeddings of all families depend.
 
-    `Policy.key` adds what only the embeddings of some families depend on, such as the resolution.
+    These are the encoders' files and dtype, `max_tokens`, the versions of diffusers and transformers, and this package's
+    code of the families and of source images. `Policy.key` adds what only the embeddings of some families depend on, such
+    as the resolution.
     """
     files = hash_model_files(policy.folder, policy.text_folders)
+    versions = [importlib.metadata.version(name) for name in ("diffusers", "transformers")]
+    code_folder = Path(chunk_grpo.__file__).parent / "models"
+    code = [hash_file(code_folder / name) for name in ("families.py", "editing.py", "inputs.py")]
     return hashlib.sha256(
-        f"{files} {policy.max_tokens} {encoder_dtype(policy.dtype)}".encode()
+        f"{files} {policy.max_tokens} {encoder_dtype(policy.dtype)} {versions} {code}".encode()
     ).hexdigest()
 
 

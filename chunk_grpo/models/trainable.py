@@ -199,7 +199,9 @@ def make_trainable(
         freeze_layers_without_gradient(
             net.float().requires_grad_(True), policy.layers_without_gradient
         )
-    policy.base_params = [p.detach().clone() for p in net.parameters()]
+    # A policy that is only sampled from rarely uses the base, and two copies of a large model may not fit into a GPU.
+    base_device = "cpu" if sampling_only else policy.device
+    policy.base_params = [p.detach().to(base_device, copy=True) for p in net.parameters()]
     return [p for p in net.parameters() if p.requires_grad or sampling_only]
 
 # %% ../../nbs/03_models/04_trainable.ipynb #44be759f
@@ -256,6 +258,9 @@ def use_base_weights(policy: Policy) -> Iterator[None]:  # trainable or not
     any adapter; with full fine-tuning it is the copy that `make_trainable` made. The trained weights are back at the end,
     also after an exception. Do not nest such contexts: the inner one would bring the trained weights back, without an error.
     """
+    adapters_before = []
+    if policy.lora:
+        adapters_before = [(p, p.requires_grad) for p in adapter_parameters(policy)]
 
     def switch(to_trained: bool) -> None:
         """Switch from the base to the trained weights, or from the trained weights to the base."""
@@ -263,6 +268,9 @@ def use_base_weights(policy: Policy) -> Iterator[None]:  # trainable or not
             swap_weights(adapter_parameters(policy), policy.start_params)
         elif policy.lora and to_trained:
             policy.transformer.enable_adapters()
+            # peft makes every adapter trainable, also those that were frozen because they get no gradient.
+            for parameter, was_trainable in adapters_before:
+                parameter.requires_grad_(was_trainable)
         elif policy.lora:
             policy.transformer.disable_adapters()
         elif policy.base_params is not None:

@@ -79,6 +79,7 @@ def run_disk_bytes(
     settings: Settings,
     config: ModelConfig,
     reference_weights: int = 0,  # copies of the trained weights that the method keeps as references
+    processes: int = 1,  # number of processes, each of which saves up to 8 images per evaluation
 ) -> dict[str, int]:  # bytes, keyed by content
     """Estimate an upper bound on the bytes that a run writes, from its settings and the sizes of the model.
 
@@ -93,8 +94,15 @@ def run_disk_bytes(
     averages = (settings.ema > 0) + reference_weights  # besides the weights and two moments
     evaluations = 2 + (settings.iterations // settings.eval_every if settings.eval_every else 0)
     images = settings.eval_images * held_out  # per arm of the evaluation after the run
+    # in each evaluation of the run
+    saved = min(8 * processes, settings.eval_count * settings.eval_images)
+    # An editing model's source image is saved beside each image, and once after the run.
+    sources = 0
+    if import_family(config.pipeline).edits_images:
+        sources = saved * evaluations + held_out
     pixels = (
-        math.prod(image_size(settings.eval_resolution)) * (8 * evaluations + 3 * images)
+        math.prod(image_size(settings.eval_resolution))
+        * (saved * evaluations + 3 * images + sources)
         + math.prod(image_size(largest_training_size(settings))) * 2 * images
     )
     encoded = count_encoded_prompts(settings, config, max(0, held_out - settings.eval_count))
@@ -110,6 +118,7 @@ def run_disk_bytes(
 def estimate_new_disk_bytes(
     settings: Settings,
     reference_weights: int = 0,  # copies of the trained weights that the method keeps as references
+    processes: int = 1,  # number of processes of the run
 ) -> tuple[int, int]:  # bytes in the run folder; bytes in the store of embeddings
     """Estimate how many bytes a run will write to its folder and to the store of prompt embeddings.
 
@@ -124,7 +133,7 @@ def estimate_new_disk_bytes(
     folder = fetch_model(settings.model)
     check_pipeline_folder(folder, settings.family)
     config = read_model_config(folder, settings.family)
-    folder_bytes = run_disk_bytes(settings, config, reference_weights)
+    folder_bytes = run_disk_bytes(settings, config, reference_weights, processes)
     del folder_bytes["embeddings"]  # they are not written to the run folder
     encoded = sampled + held_out
     encoded += _count_negative_prompts(settings, config, encoded)
@@ -149,6 +158,7 @@ def check_disk_space(
     settings: Settings,
     out: Path,  # the run folder, which need not exist yet
     reference_weights: int = 0,  # copies of the trained weights that the method keeps as references
+    processes: int = 1,  # number of processes of the run
 ) -> None:
     """Raise InputError unless there is disk space for the files of the run and the embeddings of its prompts.
 
@@ -161,7 +171,7 @@ def check_disk_space(
 
     run_folder = nearest_existing_folder(out)
     store_folder = nearest_existing_folder(prompt_cache_folder())
-    run_bytes, store_bytes = estimate_new_disk_bytes(settings, reference_weights)
+    run_bytes, store_bytes = estimate_new_disk_bytes(settings, reference_weights, processes)
     if (out / "run.json").is_file():
         run_bytes = max(0, run_bytes - _folder_bytes(out))
     is_same_disk = run_folder.stat().st_dev == store_folder.stat().st_dev

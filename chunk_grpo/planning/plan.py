@@ -612,7 +612,12 @@ def describe_estimates(
 
     # Disk space and host memory: the total, and its large parts.
     sizes_of = {
-        "disk": run_disk_bytes(settings, config, _count_references(settings, counts)),
+        "disk": run_disk_bytes(
+            settings=settings,
+            config=config,
+            reference_weights=_count_references(settings, counts),
+            processes=processes,
+        ),
         "memory of the host": host_memory(settings, config, processes),
     }
     for name, sizes in sizes_of.items():

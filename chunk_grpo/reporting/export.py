@@ -91,9 +91,9 @@ def _settings_of_stored_weights(
 ) -> setting.Settings:
     """Return settings with which a policy for sampling has the number format in which training keeps the weights.
 
-    If all weights are trained without sharding, that is float32, whatever `dtype` is.
+    If all weights are trained, that is float32, whatever `dtype` is.
     """
-    if settings.lora_rank or settings.sharding != "none":
+    if settings.lora_rank:
         return settings
     # Some attention backends do not work in float32, and none is used here.
     return settings.model_copy(update={"dtype": "float32", "attention": "native"})

@@ -31,7 +31,7 @@ from chunk_grpo.core.files import (
     remove_abandoned_files,
     temporary_folder,
 )
-from ..core.settings import Settings, method_label
+from ..core.settings import Settings, method_label, without_addresses
 from .tables import render_template
 from ..models.inputs import split_revision
 from chunk_grpo.runs.run_folder import (
@@ -434,6 +434,7 @@ def group_runs(
     settings = [s.model_dump(mode="json", exclude=no_effect) for s in runs]
     for values in settings:  # runs record the commit of a model on the hub
         values["model"], _ = split_revision(values["model"])
+        values["reward_options"] = without_addresses(values["reward_options"])
     methods = [method_label(s) for s in runs]
     letters: dict[str, str] = {}  # group -> letter
     counts: Counter[str] = Counter()  # group -> runs so far

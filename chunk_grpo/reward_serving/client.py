@@ -322,11 +322,23 @@ class RemoteReward(RequestOptions):
         server rejects if it is too large; `check_group_size` finds that out earlier. Raises InputError if the server
         rejects a request or its scores are not finite, and RewardUnavailable if every try fails.
         """
+        expected_name = self.server_info.get("name")
+
+        def send(path: str, body: bytes | None) -> dict:
+            """Send a request; raise InputError if the server now serves another reward."""
+            answer = self.send(path, body)
+            # Servers of earlier versions do not name their reward.
+            if answer.get("name", expected_name) != expected_name:
+                raise InputError(
+                    f"`url` must serve {expected_name!r}; {self.url} now serves {answer['name']!r}"
+                )
+            return answer
+
         scores = []
         for part in self._split_by_limits(images, prompts, inputs):
             scores.append(
                 request_scores(
-                    send=self.send,
+                    send=send,
                     server_label=f"the server {self.url}",
                     images=images[part],
                     prompts=prompts[part],

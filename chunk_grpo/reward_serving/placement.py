@@ -33,9 +33,10 @@ from torch import Tensor
 import chunk_grpo
 from .. import InputError
 from ..arguments import check_arguments, nonempty_text
-from ..core.files import check_regular_file
+from ..core.files import check_regular_file, hash_file
 from ..core.machine import terminate_process_group
 from ..core.settings import EXTERNAL_REWARD_OPTIONS
+from ..core.user_code import find_code_files
 from . import client
 from ..rewards import rewards
 from ..rewards.images import Images
@@ -216,6 +217,7 @@ class ChildProcessReward:
         self.child = None  # the process; None while none is running
         self.url = ""  # the child's address
         self.server_info = {}  # the child's answer to /health
+        self.code: dict[str, str] = {}  # sha256 of the reward's files when a child was last started
         self.has_started = False  # True once a child has loaded the reward
 
     @property
@@ -295,6 +297,17 @@ class ChildProcessReward:
                     message = f"reward: {self.name} failed in its worker: {message}"
                 raise InputError(message) from None
 
+    def _check_same_code(self) -> None:
+        """Raise InputError if the reward's files have changed since the first child loaded them."""
+        files = find_code_files(self.name, self.allow_working_folder)
+        code = {str(file): hash_file(file) for file in files.values()}
+        if self.has_started and code != self.code:
+            raise InputError(
+                f"`reward` must keep its code while it is used; that of {self.name} has changed, and its worker must be "
+                "started again: restore the code, or begin a new run"
+            )
+        self.code = code
+
     def _send_once(
         self,
         path: str,  # /health, /score or /check
@@ -307,6 +320,7 @@ class ChildProcessReward:
         """
         try:
             if self.child is None:
+                self._check_same_code()
                 self.child, self.url = _start_child(self)
                 self.has_started = True
             return client.send_request(

@@ -452,6 +452,7 @@ def create_scoring_app(
         openapi_url=None, docs_url=None, redoc_url=None, dependencies=[Depends(check_token)]
     )
     scorer = ThreadPoolExecutor(1)
+    turn = asyncio.Lock()  # held by the request that is being scored
 
     @contextlib.contextmanager
     def reserve_queue_place(size: int) -> Iterator[None]:
@@ -478,7 +479,7 @@ def create_scoring_app(
         except ValueError as error:
             raise HTTPException(400, str(error)) from None
         try:
-            return {"scores": call_reward(name, reward, images, prompts, inputs)}
+            return {"scores": call_reward(name, reward, images, prompts, inputs), "name": name}
         except Exception as error:  # the client gets whatever a reward raises
             raise HTTPException(422, format_error(error)) from None
 
@@ -529,7 +530,11 @@ def create_scoring_app(
                 ) from None
             except ClientDisconnect:  # nobody is left to receive an answer
                 return Response(status_code=499)
-            return await asyncio.get_running_loop().run_in_executor(scorer, answer, body)
+            async with turn:
+                # A client that has given up will ask again, so its request must not be scored, too.
+                if await request.is_disconnected():
+                    return Response(status_code=499)
+                return await asyncio.get_running_loop().run_in_executor(scorer, answer, body)
 
     @app.post("/score", response_model=None)
     async def score(request: Request) -> dict | Response:

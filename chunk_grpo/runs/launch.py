@@ -61,6 +61,7 @@ from chunk_grpo.runs.run_folder import (
     file_of_run,
     has_final_weights,
     holds_run,
+    is_training,
     read_metrics_lines,
 )
 from .run_folder import read_run_info, read_run_settings, update_run_json
@@ -428,11 +429,12 @@ def launch_run(
         if text:
             with open(file_of_run(run, log), "a", encoding="utf-8") as file:
                 file.write(text)
-        # Only the first machine changes more than its log.
+        # Only the first machine changes more than its log, and only if no other command is training the run.
         is_rejected = code in (InputError.exit_code, RewardUnavailable.exit_code)
-        if not node_rank and is_rejected and roll_back_if_rejected and not read_metrics_lines(run):
+        may_change = not node_rank and not is_training(run)
+        if may_change and is_rejected and roll_back_if_rejected and not read_metrics_lines(run):
             _roll_back(run)
-        elif not node_rank and not _is_finished(run):
+        elif may_change and not _is_finished(run):
             status = "interrupted" if is_interrupt else "failed"
             update_run_json(run, status=status, error=reason)
         if is_interrupt or isinstance(error, InputError):

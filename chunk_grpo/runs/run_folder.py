@@ -57,6 +57,7 @@ from chunk_grpo.core.settings import (
     check_process_count,
     check_resume,
     diff_settings,
+    replace_addresses,
     load_recorded_settings,
     RESUME_ROUNDING_FIELDS,
     list_code_paths,
@@ -668,6 +669,7 @@ def _read_run_to_resume(
 def _check_can_train(
     settings: Settings,  # settings of the run
     out: Path,  # the run folder, which may not exist yet
+    processes: int,  # number of processes of the run
 ) -> None:
     """Raise InputError if the environment, the device, a reward, the method or the disk does not allow the training."""
     # imported here, since diffusers takes seconds to import
@@ -679,7 +681,12 @@ def _check_can_train(
     choose_training_device(settings)
     check_reward_code(settings)
     method = load_method(settings)  # checks the settings of a user's method, too
-    check_disk_space(settings, out, len(method.reference_decays))
+    check_disk_space(
+        settings=settings,
+        out=out,
+        reference_weights=len(method.reference_decays),
+        processes=processes,
+    )
 
 
 def _check_same_inputs(
@@ -788,7 +795,7 @@ def create_run(
     if resume:
         check_same_code(previous_info, code, out)  # before any of the code is imported
     if not done:
-        _check_can_train(settings, out)
+        _check_can_train(settings, out, processes)
         _warn_of_raw_sum(settings)
     requested_model = settings.model
     if not resume:
@@ -824,6 +831,10 @@ def create_run(
                 for name in _INPUT_SETTINGS
                 if name in run_info["settings"]
             }
+            if "reward_options" in recorded:
+                recorded["reward_options"] = replace_addresses(
+                    recorded["reward_options"], settings.reward_options
+                )
             settings = settings.model_copy(update=recorded)
             if not done:
                 _warn_of_rounding(out, run_info, settings, processes)
@@ -846,6 +857,8 @@ def create_run(
                 "run_id": uuid.uuid4().hex,
                 "made_folder": is_new_folder,
             }
+            if start_adapter:
+                run_info["start_sha256"] = adapters.hash_adapter(start_adapter)
         if code and "code" not in run_info:
             run_info["code"] = assign_copy_paths(code)
         write_json(out / "run.json", run_info | {"settings": settings.model_dump(mode="json")})

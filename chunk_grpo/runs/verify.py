@@ -21,6 +21,7 @@ from chunk_grpo.core.settings import (
     RESUME_ROUNDING_FIELDS,
     Settings,
     load_settings,
+    without_addresses,
 )
 from ..core import machine
 from . import launch, run_folder
@@ -80,6 +81,9 @@ def _setting_changes(
 ) -> list[str]:
     """Return one sentence per setting that differs and may not change on resume."""
     changeable = {*RESUME_CHANGEABLE_FIELDS, *RESUME_ROUNDING_FIELDS, "iterations"}
+    reward_options = [values.get("reward_options") or {} for values in (recorded, current)]
+    if without_addresses(reward_options[0]) == without_addresses(reward_options[1]):
+        changeable.add("reward_options")
     return [
         f"run.json was changed: its setting `{name}` is {current[name]!r}, and was {recorded[name]!r} in training"
         for name in recorded
@@ -296,6 +300,7 @@ def _recorded_conditions(run: Path) -> dict:  # name -> value
         "model_sha256",
         "prompts_sha256",
         "records_sha256",
+        "start_sha256",
     )
     conditions = dict(run_info.get("versions") or {})
     code = {key: entry["sha256"] for key, entry in run_info.get("code", {}).items()}
@@ -408,6 +413,7 @@ def verify_run(
         "model_sha256": "model",
         "prompts_sha256": "prompts",
         "records_sha256": "prompts",
+        "start_sha256": "adapter that training started from",
         "code": "code",
     }
     for name, title in inputs.items():

@@ -7,6 +7,7 @@ __all__ = ['PublishedTable', 'read_published_tables', 'concordance', 'agreement_
            'compare_papers', 'method_scores', 'shipped_scores']
 
 # %% ../../nbs/13_studies/06_agreement.ipynb #72203a88
+import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import combinations, permutations
 from pathlib import Path
@@ -18,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from .. import InputError
 from ..core.files import read_json_lines
 from ..core.settings import PRESETS_DIR
-from ..core.validation import read_yaml_file, validation_message
+from ..core.validation import format_value, read_yaml_file, validation_message
 from . import analysis
 from .design import load_study
 
@@ -64,6 +65,10 @@ def read_published_tables(
     ids = [table.id for table in tables]
     if repeated := sorted({name for name in ids if ids.count(name) > 1}):
         raise InputError(f"{file}: `id` must be unique among the tables; got {repeated[0]} twice")
+    if wrong := [name for name, row in row_names.items() if not isinstance(row, str)]:
+        raise InputError(
+            f"{file}: `rows` must map names to names; got {format_value(row_names[wrong[0]])} for {wrong[0]}"
+        )
     renamed = []
     for table in tables:
         new_names = [row_names.get(name, name) for name in table.scores]
@@ -250,6 +255,18 @@ _PRELIMINARY = (
 _REFEREE = ("referee-field", "referee")  # both on one world; the second has more seeds
 
 
+def _are_finite_numbers(
+    values: object,
+) -> bool:
+    """Return True if a value is a list of at least one number, all of them finite."""
+    if not isinstance(values, list) or not values:
+        return False
+    are_numbers = all(
+        isinstance(value, int | float) and not isinstance(value, bool) for value in values
+    )
+    return are_numbers and all(math.isfinite(value) for value in values)
+
+
 def method_scores(
     rows: Iterable[
         Mapping
@@ -267,6 +284,21 @@ def method_scores(
     for row in rows:
         if missing := [key for key in ("arm", "seed", "scores") if key not in row]:
             raise InputError(f"`rows` must be the rows of a study; got one without `{missing[0]}`")
+        scores = row["scores"] if isinstance(row["scores"], Mapping) else {}
+        arms_of_evaluation = [scores.get("base"), scores.get("plain")]
+        if not isinstance(row["arm"], str) or not all(
+            isinstance(found, Mapping) for found in arms_of_evaluation
+        ):
+            raise InputError(
+                "`rows` must be the rows of a study, with the name of an arm and `scores` of base and plain; got one whose "
+                f"arm is {row['arm']!r:.80}"
+            )
+        for found in arms_of_evaluation:
+            for reward, values in found.items():
+                if not _are_finite_numbers(values):
+                    raise InputError(
+                        f"`scores` of the arm {row['arm']} must be lists of finite numbers; those of {reward} are not"
+                    )
         latest[row["arm"], row["seed"]] = row
     if not latest:
         return {}

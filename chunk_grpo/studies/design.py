@@ -38,6 +38,7 @@ from chunk_grpo.core.validation import (
     validation_message,
 )
 from ..evaluation.evaluate import check_evaluation_changes
+from ..models import adapters
 from chunk_grpo.models.inputs import (
     hash_inputs,
     hash_prompts,
@@ -634,7 +635,7 @@ def comparable_settings(
 
     Settings that the row's version did not have yet get their defaults. Those that may change when a run resumes and the
     number of threads are left out. Of model, prompts and code files only the names stay, because rows have hashes of their
-    contents.
+    contents. Addresses of reward servers are left out.
     """
     irrelevant = {*setting.RESUME_CHANGEABLE_FIELDS, "threads"}
     complete = _default_settings() | settings
@@ -642,6 +643,7 @@ def comparable_settings(
     comparable["model"], _ = split_revision(str(comparable["model"]))  # a run records the commit
     for name in ("model", "prompts", "eval_prompts"):
         comparable[name] = Path(str(comparable[name])).name
+    comparable["reward_options"] = setting.without_addresses(comparable["reward_options"])
     return _without_code_folders(comparable)
 
 
@@ -684,8 +686,8 @@ def find_finished_row(
 ) -> dict | None:
     """Find the row of a finished trial, and return it with this trial's study, arm and seed; return None if there is none.
 
-    The row comes from the trial's folder or from `finished_rows`; its settings, evaluation, model, prompts, held-out prompts
-    and code must be those of the trial. Raises InputError if a row lacks a field.
+    The row comes from the trial's folder or from `finished_rows`; its settings, evaluation, model, start adapter, prompts,
+    held-out prompts and code must be those of the trial. Raises InputError if a row lacks a field.
     """
 
     def outcome_key(row: Mapping) -> list:
@@ -722,6 +724,9 @@ def find_finished_row(
     if not candidates:
         return None
     hashes = hash_inputs(trial.settings)
+    adapter = adapters.read_start_adapter(trial.settings)
+    if adapter:
+        hashes["start_sha256"] = adapters.hash_adapter(adapter)
     code = _comparable_code(trial.code_hashes())
     held_out = hash_held_out_prompts(setting.load_settings(trial.settings, trial.evaluation))
     for row in candidates:

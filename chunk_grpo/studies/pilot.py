@@ -20,7 +20,7 @@ from scipy import stats
 
 from .. import InputError
 from ..core import settings as setting
-from ..core.files import atomic_write
+from ..core.files import atomic_write, read_json_lines
 from ..core.validation import dump_yaml
 from ..reporting.tables import format_number
 from .analysis import gains_by_seed, paired_differences
@@ -190,15 +190,22 @@ def choose_settings(
     study: Study,  # the study with the grid
     rows: Sequence[Mapping],  # rows of the tuning study
     added_points: Mapping[str, Sequence[dict]] = {},  # arm -> points beyond its grid
+    # arm of the tuning study, such as crd@3 -> why a trial of this point failed; such points are not chosen
+    failed_points: Mapping[str, str] = {},
 ) -> dict[str, dict]:  # keyed by arm, then by settings, gain, edge and points
     """Choose the best point of every arm by its mean gain over the seeds of the tuning study.
 
     `settings` and `gain` are those of the best point, and `edge` lists its settings at the edge of the grid. `points` lists
-    all points; each is a dict of its settings with the further keys `gain`, the mean, and `gains`, one per seed.
+    all points that did not fail; each is a dict of its settings with the further keys `gain`, the mean, and `gains`, one per
+    seed. `failed_points`, which only arms with failed points have, lists their settings with the key `error`.
     """
-    results = {arm: {"points": []} for arm in study.arms}
+    results: dict[str, dict] = {arm: {"points": []} for arm in study.arms}
     gains = gains_by_seed(rows, study.outcome)
     for name, (arm, point) in tuning_arms(study, added_points).items():
+        if name in failed_points:
+            failure = point | {"error": failed_points[name]}
+            results[arm].setdefault("failed_points", []).append(failure)
+            continue
         measured = {
             "gain": round(float(gains[name].mean()), 5),
             "gains": [round(x, 5) for x in gains[name].dropna()],
@@ -207,7 +214,8 @@ def choose_settings(
     for arm, result in results.items():
         best = max(result["points"], key=lambda point: point["gain"])
         chosen = {name: best[name] for name in study.grid_of(arm)}
-        edge = settings_at_edge(study, chosen, arm, result["points"])
+        tried = [*result["points"], *result.get("failed_points", ())]
+        edge = settings_at_edge(study, chosen, arm, tried)
         result |= {"settings": chosen, "gain": best["gain"], "edge": edge}
     return results
 
@@ -224,7 +232,7 @@ def next_points(
     further: dict[str, list[dict]] = {}
     for arm, best in choices.items():
         for name in best["edge"]:
-            values = [point[name] for point in best["points"]]
+            values = [point[name] for point in (*best["points"], *best.get("failed_points", ()))]
             if not _are_all_numbers(values):
                 continue
             tried = sorted(set(values))
@@ -304,6 +312,31 @@ def _nearby_points(
     return [{**point, changed: x} for x in nearest]
 
 # %% ../../nbs/13_studies/05_pilot.ipynb #4075a046
+def _find_failed_points(
+    study: Study,
+    error: InputError,  # raised by `run_study` for the tuning study
+    added_points: Mapping[str, Sequence[dict]],  # arm -> points beyond its grid
+) -> dict[
+    str, str
+]:  # arm of the tuning study -> why its first failed trial failed; empty: an error of the whole study
+    """Return the points whose trials failed for a reason of their own, such as a learning rate at which training diverges.
+
+    If an arm has no other point, or a trial failed because a reward server did not answer, no point is blamed.
+    """
+    failed_trials: Mapping[str, Exception] = getattr(error, "failed_trials", {})
+    if not all(type(reason) is InputError for reason in failed_trials.values()):
+        return {}
+    failed_points: dict[str, str] = {}
+    for trial_name, reason in failed_trials.items():
+        failed_points.setdefault(trial_name.rpartition("-")[0], str(reason))
+    finished_arms = {
+        arm
+        for name, (arm, _) in tuning_arms(study, added_points).items()
+        if name not in failed_points
+    }
+    return failed_points if finished_arms == set(study.arms) else {}
+
+
 def tune_study(
     source: str | Path,  # name of a study, or its folder; tuned.yaml is written to this folder
     out: str | Path | None = None,  # folder of the runs; None: runs/studies/NAME-tuning
@@ -314,8 +347,9 @@ def tune_study(
     """Tune the arms of a study on validation prompts, write the results of `choose_settings` to tuned.yaml, and return them.
 
     As long as an arm's best point lies at the edge of its grid, at most `tune_growth` times, the next points beyond the edge
-    are tried too. Finished trials in `out` are not repeated. Raises InputError if the study cannot be tuned (see
-    `write_tuning_study`), and TrainingFailed if trials failed.
+    are tried too. Finished trials in `out` are not repeated. A point that fails by its settings, for example because training
+    diverges, is not chosen. Raises InputError if the study cannot be tuned (see `write_tuning_study`) or all points of an arm
+    fail, and TrainingFailed if trials failed for other reasons.
     """
     if processes is not None and processes < 1:
         raise InputError(f"`processes` must be at least 1; got {processes}")
@@ -326,15 +360,26 @@ def tune_study(
     for i in range(study.tune_growth + 1):
         tuning_folder = write_tuning_study(source, out / "study", added_points)
         # A tuning study compares no arms, so it needs no committed plan.
-        rows = run_study(
-            tuning_folder,
-            out / "trials",
-            processes,
-            finished_rows=finished_rows,
-            log=log,
-            unplanned=True,
-        )
-        best_points = choose_settings(study, rows, added_points)
+        failed_points: dict[str, str] = {}
+        try:
+            rows = run_study(
+                tuning_folder,
+                out / "trials",
+                processes,
+                finished_rows=finished_rows,
+                log=log,
+                unplanned=True,
+            )
+        except InputError as error:
+            failed_points = _find_failed_points(study, error, added_points)
+            if not failed_points:
+                raise
+            rows = read_json_lines(out / "trials" / "results.jsonl")
+            log(
+                f"{len(failed_points)} points fail with this method and are not chosen; the first is "
+                f"{next(iter(failed_points.items()))}"
+            )
+        best_points = choose_settings(study, rows, added_points, failed_points)
         if i == study.tune_growth:
             break
         further = next_points(study, best_points)

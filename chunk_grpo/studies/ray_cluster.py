@@ -19,6 +19,7 @@ from pathlib import Path
 from types import ModuleType
 
 from .. import InputError, __version__
+from ..reward_serving.client import RewardUnavailable
 from ..runs import launch
 from . import study
 from .design import Trial
@@ -99,7 +100,7 @@ def run_on_node(
     mark: Path,  # marker file that the caller left in the study's folder of runs
     working_folder: str,  # the caller's, to which relative paths in settings refer
     version: str = __version__,  # version of the caller's package
-) -> dict:  # the keys are row and seconds, or only failed
+) -> dict:  # the keys are row and seconds, or failed and, after an error of the trial, exit_code
     """Train and evaluate a trial on this node; return its row and the time it took, or the reason why it failed."""
     problem = find_node_problem(mark, version)
     if problem:
@@ -112,7 +113,9 @@ def run_on_node(
         try:
             row, seconds = study.run_trial(trial, mark.parent, run_program)
         except (InputError, launch.TrainingFailed) as error:
-            return {"failed": f"{error} (on {platform.node()})"}
+            # Not every error can be sent to another process.
+            exit_code = error.exit_code if isinstance(error, InputError) else 1
+            return {"failed": f"{error} (on {platform.node()})", "exit_code": exit_code}
     return {"row": row, "seconds": seconds}
 
 # %% ../../nbs/13_studies/02_ray_cluster.ipynb #6b14ea85
@@ -193,7 +196,9 @@ class RayPool:
             except self.ray.exceptions.RayError as error:
                 outcome = {"failed": _describe_ray_error(error)}
             if "failed" in outcome:
-                result.set_exception(launch.TrainingFailed(outcome["failed"]))
+                error_classes = {kind.exit_code: kind for kind in (InputError, RewardUnavailable)}
+                error_class = error_classes.get(outcome.get("exit_code"), launch.TrainingFailed)
+                result.set_exception(error_class(outcome["failed"]))
             else:
                 result.set_result((outcome["row"], outcome["seconds"]))
 

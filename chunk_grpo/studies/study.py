@@ -175,7 +175,8 @@ def _build_trial_row(
     """Build the row of a finished trial: its settings, origin, cost, curves and scores.
 
     The keys are those of trial.json (study, arm, seed, plan, evaluation and splits), settings, model_sha256, prompts_sha256,
-    records_sha256 (if the run has one), git_commit, machine, versions, images, transitions, seconds, cpu_seconds, chunks,
+    records_sha256 and start_sha256 (if the run has them), git_commit, machine, versions, images, transitions,
+    skipped_updates (those whose gradient was not finite), seconds, cpu_seconds, chunks,
     curve and held_out_curve (see `metric_curves`), and those of `_evaluation_results`.
     """
     run_info = run_folder.read_run_info(run)
@@ -187,11 +188,13 @@ def _build_trial_row(
         row |= {"plan": run_info["plan"]}
     for name in ("model_sha256", "prompts_sha256", "git_commit", "machine", "versions"):
         row[name] = run_info[name]
-    if "records_sha256" in run_info:
-        row["records_sha256"] = run_info["records_sha256"]
+    for name in ("records_sha256", "start_sha256"):
+        if name in run_info:
+            row[name] = run_info[name]
     row |= {
         "images": sum(line.get("images") or 0 for line in lines),
         "transitions": sum(line.get("transitions_trained") or 0 for line in lines),
+        "skipped_updates": sum(line.get("skipped_updates") or 0 for line in lines),
         "seconds": round(lines[-1]["seconds_total"], 1),
         "cpu_seconds": round(lines[-1]["seconds_cpu_total"], 1),
         "chunks": run_folder.read_run_profile(run)["chunks"],
@@ -264,6 +267,7 @@ def base_identity(
         "model_sha256": run_info["model_sha256"],
         "prompts_sha256": run_info["prompts_sha256"],
         "records_sha256": run_info.get("records_sha256"),
+        "start_sha256": run_info.get("start_sha256"),
         "eval_sha256": hash_held_out_prompts(settings),
         "machine": run_info["machine"],
         "versions": run_info["versions"],
@@ -748,13 +752,18 @@ def _describe_failures(
     failed: Mapping[str, Exception],  # name of a trial -> its error; at least one
     count: int,  # number of requested trials
 ) -> Exception:
-    """Return the error of a study with failed trials; its class is that of the trials' errors, if all have the same kind."""
+    """Return the error of a study with failed trials; its class is that of the trials' errors, if all have the same kind.
+
+    Its attribute `failed_trials` holds all of their errors, keyed by trial.
+    """
     name, reason = next(iter(failed.items()))
     error_class: type[Exception] = launch.TrainingFailed
     for kind in (InputError, RewardUnavailable):
         if all(isinstance(error, kind) for error in failed.values()):
             error_class = kind
-    return error_class(f"{len(failed)} of {count} trials failed, the first is {name}: {reason}")
+    error = error_class(f"{len(failed)} of {count} trials failed, the first is {name}: {reason}")
+    error.failed_trials = dict(failed)  # pyright: ignore[reportAttributeAccessIssue]
+    return error
 
 
 def _print_gains(

@@ -122,6 +122,11 @@ FIXED_SETTINGS = (
     "resolution",
     "max_tokens",
     "dtype",
+    "latents_dtype",
+    # These also hold when base and trained model are tested.
+    "guidance",
+    "true_cfg_scale",
+    "truncate_timesteps",
     "seed",
     "iterations",
     "prompts_per_iteration",
@@ -228,6 +233,11 @@ def method_grid(
     else:
         grid = {"updates_per_iteration": [1, 2, 4]}
 
+    for name in grid:
+        if name in protocol.tune:
+            raise InputError(
+                f"`tuning_grid` must name another setting than `{name}`, which the protocol tunes for every method"
+            )
     for name in [*protocol.tune, *grid]:
         if name in changes:
             raise InputError(
@@ -246,6 +256,11 @@ HELD_OUT_NAMES = (
     "read_pocket_prompts",
     "read_prompts",
     "read_run_prompts",
+    "read_run_prompts_with_records",
+    "read_prompts_with_records",
+    "read_prompt_records",
+    "read_evaluation_records",
+    "read_held_out_prompts",
     "read_edit_list",
     "PROMPT_FILES",
     "EDIT_FILES",
@@ -254,9 +269,9 @@ CHECK_LIMITS = (
     "The check rejects a string in the method's file, or in a module of yours that it imports, that names a held-out "
     f"list or is one of its prompts; the names {', '.join(HELD_OUT_NAMES)} in this code; a held-out list that the method "
     "opens in a run of one iteration; and a held-out prompt among the training prompts. It is no sandbox: it misses "
-    "code that hides the name of a list and reads it in a later iteration or in another process, held-out prompts that "
-    "the code puts together from words or takes from the outputs of earlier runs, and a method that was chosen by its "
-    "test scores."
+    "code that hides the name of a list or of a function and reads the list in a later iteration or in another process, "
+    "modules that the code imports with importlib, held-out prompts that the code puts together from words or takes from "
+    "the outputs of earlier runs, and a method that was chosen by its test scores."
 )
 
 
@@ -447,6 +462,11 @@ def _train_one_iteration(
                 f"`method` must complete a run of one iteration; this one failed: {reason}"
             ) from None
         line = run_folder.read_metrics_lines(run)[-1]
+        if line["skipped_updates"]:
+            raise InputError(
+                f"`method` must leave a finite gradient in every update; that of {settings.method} was not finite in "
+                f"{line['skipped_updates']} of {settings.updates_per_iteration}"
+            )
         norm = line.get("grad_norm")
         if norm is None or not math.isfinite(norm):
             raise InputError(
@@ -464,6 +484,11 @@ def check_method(
     Raises InputError with one sentence if the file cannot be imported, does not define one method, names or reads
     held-out prompts, changes a setting that the protocol fixes, or fails in a run of one iteration.
     """
+    study = load_study(protocol)
+    if not study.tune:
+        raise InputError(
+            f"the protocol must be a study that tunes its arms, with `tune` in its study.yaml; got {protocol}"
+        )
     lists = held_out_lists(protocol)
     code = find_method_files(source)
 
@@ -475,8 +500,12 @@ def check_method(
     reject(find_leaks(code, lists))
     with watch_opens(lists, code) as opened:
         method = find_method(source)
+        class_name = method.rpartition(":")[2]
+        if not class_name.isascii():
+            raise InputError(
+                f"the class of the method must have a name of ASCII letters and digits, because it names an arm; got {class_name}"
+            )
         changes = method_changes(method, overrides)
-        study = load_study(protocol)
         base = setting.read_settings_file(find_study_folder(protocol) / "base.yaml")
         load_method(setting.load_settings(base, changes))
         grid = method_grid(import_callable(method, "method"), study, changes)
@@ -615,7 +644,7 @@ def describe_comparison(
     """Describe a comparison, such as "ahead of steps" or "not different from steps: an effect of interest is excluded"."""
     other = row["reference"]
     if row["n"] < 2:
-        return "one seed decides nothing"
+        return f"one seed decides nothing about {other}"
     is_significant = row["holm"] < 0.05
     if is_significant and row["lo"] > 0:
         small = ", by less than the smallest effect of interest" if row["hi"] < smallest else ""
@@ -687,8 +716,9 @@ def rank_table(
 READING_NOTE = (
     "Differences are over the same seeds and prompts. *Power* is the probability that the comparison detects a true "
     "difference of the smallest effect of interest, and the *detectable difference* is the smallest true difference "
-    "that it detects with a power of 0.8. Both use the standard deviation between seeds in these rows. Intervals cover "
-    "other seeds, not other prompts or worlds. Each further version of a method that is tried on these prompts makes "
+    "that it detects with a power of 0.8. Both use the standard deviation between seeds in these rows. Holm's correction counts "
+    "the comparisons with the base, with the reference and with the other arms separately. Intervals cover other seeds, "
+    "not other prompts or worlds. Each further version of a method that is tried on these prompts makes "
     "a lucky winner more likely, and no number on this page corrects for that."
 )
 
@@ -709,6 +739,13 @@ def markdown_table(
     return "\n".join(lines)
 
 
+def _format_p_value(
+    p: float,  # 0 to 1
+) -> str:
+    """Format a p-value with three decimals, and a smaller one as "<0.001"."""
+    return "<0.001" if p < 0.001 else format_number(p)
+
+
 def format_comparisons(
     table: pd.DataFrame,  # from `comparison_table`
 ) -> list[dict]:  # one per comparison: texts, keyed by column
@@ -720,13 +757,21 @@ def format_comparisons(
                 "comparison": f"{row.arm} minus {row.reference}",
                 "seeds": str(int(row.n)),
                 "difference (95% interval)": analysis.format_difference(row),
-                "p (Holm)": format_number(row.holm) if row.n > 1 else "",
+                "p (Holm)": _format_p_value(row.holm) if row.n > 1 else "",
                 "power at the smallest effect": "" if pd.isna(row.power) else f"{row.power:.2f}",
                 "detectable difference": format_number(row.detectable) if row.n > 1 else "",
                 "result": row.result,
             }
         )
     return formatted
+
+
+def _count(
+    number: int,
+    noun: str,  # singular
+) -> str:
+    """Return a number with its noun, such as "1 seed" or "4 seeds"."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def summary_lines(
@@ -742,17 +787,20 @@ def summary_lines(
     lines = []
     if quick:
         lines.append(
-            f"QUICK: {study.seeds} seeds, and one seed per point of the tuning, are too few for a conclusion; run it "
-            "without --quick."
+            f"QUICK: {_count(study.seeds, 'seed')}, and one seed per point of the tuning, are too few for a conclusion; "
+            "run it without --quick."
         )
     lines.append(
-        f"{own_arm} has rank {rank} of {len(ranks) - 1} methods by its mean gain in {study.outcome}."
+        f"{own_arm} has rank {rank} of the {len(ranks) - 1} arms on this page, controls included, by its mean gain in "
+        f"{study.outcome}."
     )
     for _, row in table.iterrows():
         power = ""
         if row.result.startswith("not different") and not pd.isna(row.power):
             power = f"; power at the smallest effect {row.power:.2f}"
-        lines.append(f"{row.result} ({analysis.format_difference(row)}, {int(row.n)} seeds{power})")
+        lines.append(
+            f"{row.result} ({analysis.format_difference(row)}, {_count(int(row.n), 'seed')}{power})"
+        )
     if study.smallest_effect:
         lines.append(
             f"The smallest effect of interest is {study.smallest_effect:.0%} of the gain of {study.reference}: "
@@ -804,10 +852,27 @@ def build_page(
         )
     elif len(study.arms) == 2:
         remark = f" No complete rows of the study {protocol} are stored, so no other method is on this page."
+    if protocol == "referee":
+        remark += (
+            " Further published methods were tested in the study referee-field and are not on this page; "
+            "`--protocol referee-field` compares with them."
+        )
+    skipped = sum(row.get("skipped_updates", 0) for row in own_rows)
+    warning = ""
+    if skipped:
+        warning = f"**Caution**: in {skipped} updates of {own_arm} the gradient was not finite, so they changed nothing."
+    failed_points = [
+        f"{', '.join(f'{name}={value}' for name, value in point.items() if name != 'error')} ({point['error']})"
+        for point in tuned.get(own_arm, {}).get("failed_points", ())
+    ]
+    failed_note = ""
+    if failed_points:
+        failed_note = f"Training failed at these points of the tuning, which were not chosen: {'; '.join(failed_points)}."
     parts = [
         f"# {study.title}",
         study.question,
         "\n".join(f"- {line}" for line in summary_lines(rows, study, quick)),
+        warning,
         "## Comparisons",
         markdown_table(format_comparisons(table)),
         READING_NOTE,
@@ -824,6 +889,7 @@ def build_page(
         "A try is exploratory, because nobody commits its plan before its runs. To confirm a result, plan a study of "
         "your own (`chunk-grpo study --help`).",
         markdown_table(settings) if settings else "",
+        failed_note,
         markdown_table(analysis.study_table(rows)),
         "## What a method may use",
         CHECK_LIMITS,

@@ -74,20 +74,21 @@ def _raw_step_weights(
     Raises InputError for noise and flash if a trained transition has no noise.
     """
     levels = sampler.sigmas.double()
-    t = levels[steps]
     h = -levels.diff()[steps]
-    std = replace(sampler, sigmas=levels).coefficients(steps)[2]
+    _, velocity_factor, std = replace(sampler, sigmas=levels).coefficients(steps)
     if name in ("noise", "flash") and not bool((std > 0).all()):
         raise InputError(
             "`step_weights` must be one, interval, inverse-interval, or chunk sizes if trained transitions have no "
             f"noise; got {name}"
         )
-    s = std / h.sqrt()
+    # The gradient of a log-density has the factor |b| / std, where b multiplies the velocity. With cps, `log_prob` is minus
+    # a squared distance, and the factor of its gradient is |b| std.
+    gradient_factor = velocity_factor.abs() * (std if sampler.kind == "cps" else 1 / std)
     return {
         "noise": std,
         "interval": h,
         "inverse-interval": 1 / h,
-        "flash": 1 / (h.sqrt() / s + s * h.sqrt() * (1 - t) / (2 * t)),
+        "flash": 1 / gradient_factor,
     }[name]
 
 
@@ -101,7 +102,8 @@ def step_weights_by_name(
     """Compute the weight by which each transition's term in the objective is multiplied.
 
     For a transition from noise level t to t - h, the weight is proportional to std for noise, to h for interval, to 1 / h
-    for inverse-interval, and to 1 / (sqrt(h) / s + s sqrt(h) (1 - t) / (2 t)) with s = std / sqrt(h) for flash. A method
+    for inverse-interval, and for flash to std / |b|, where b multiplies the velocity in the mean of the next state; with the
+    sampler cps, whose `log_prob` is no density, to 1 / (|b| std). A method
     that trains a window passes `full_sampler`, so that a weight does not depend on the window: otherwise the only
     transition of a window of width 1 would always have weight 1. Raises InputError if the name is unknown, or for noise
     and flash if a transition has no noise.

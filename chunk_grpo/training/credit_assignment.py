@@ -22,7 +22,7 @@ from ..theory.sampler import Sampler
 from ..models.policy import decode_latents
 from ..reward_serving.client import RewardUnavailable
 from ..rewards.rewards import extra_inputs, score_images
-from .method import Method, group_shares_state
+from .method import Method, completion_levels, group_shares_state
 from .replay import ReplayContext
 from .hook_checks import check_floats
 from .rollout import complete_trajectories
@@ -295,8 +295,7 @@ def _image_advantages(
     advantages_per_stride = [_local_advantages(state, scores)]
     start = int(state.method.trainable_steps(sampler)[-1]) + 1
     # The rollout itself is the first stride.
-    for stride in map(int, settings.completion_strides.split(",")[1:]):
-        levels = torch.tensor([*range(start, len(sampler), stride), len(sampler)])
+    for levels in completion_levels(settings, sampler, start):
         stride_scores = _score_completions(state, context, levels)
         advantages_per_stride.append(_local_advantages(state, stride_scores))
     if len(advantages_per_stride) == 1:

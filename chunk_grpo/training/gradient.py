@@ -446,7 +446,8 @@ def _update_stats(
     update_batch: UpdateBatch,  # M transitions of N chunk samples
     method: Method,
     statistic: Tensor,  # (M, ...) of each transition, in the order of the forward passes
-    advantage: Tensor,  # (N,) of each chunk sample
+    advantage: Tensor,  # (N,) of each chunk sample, as the objective takes it
+    unweighted_advantage: Tensor,  # (N,) the same before it was multiplied by `step_weights`
     weight: Tensor | None,  # (N,) weight of each chunk sample's objective; None: all 1
     kl: float | Tensor,  # mean KL term, before multiplication by the setting `kl`
 ) -> UpdateStats:
@@ -466,7 +467,7 @@ def _update_stats(
         sample_objective = sample_objective * weight
     objective = sample_objective.mean().item()
     slopes = _objective_slopes(method, terms)
-    chunk_metrics = method.chunk_metrics(means, slopes, advantage, sample_objective)
+    chunk_metrics = method.chunk_metrics(means, slopes, unweighted_advantage, sample_objective)
     check_chunk_metrics(method, chunk_metrics, len(advantage))
     return UpdateStats(chunk_metrics=chunk_metrics, objective=objective, kl=float(kl))
 
@@ -493,7 +494,7 @@ def accumulate_gradients(
     gradient.
     """
     chunk_advantage = _chunk_advantages(advantage, update_batch).to(context.policy.device)
-    kl_advantage = chunk_advantage  # for the KL term, which transition weights do not scale
+    unweighted_advantage = chunk_advantage  # for the KL term and metrics
 
     # A weight scales a chunk sample's objective. If the objective is proportional to the advantage, scale that instead.
     weight = None if update_batch.weight is None else update_batch.weight.to(chunk_advantage)
@@ -518,7 +519,7 @@ def accumulate_gradients(
     )
     # the weight of each transition in the KL term, to which a method may add a factor
     kl_share = share
-    kl_weight = _kl_weight(method, kl_advantage)
+    kl_weight = _kl_weight(method, unweighted_advantage)
     if kl_weight is not None:
         kl_share = share * kl_weight.to(share)[update_batch.chunk_sample_ids]
     statistics = []
@@ -569,6 +570,7 @@ def accumulate_gradients(
         method=method,
         statistic=torch.cat(statistics),
         advantage=chunk_advantage,
+        unweighted_advantage=unweighted_advantage,
         weight=weight,
         kl=kl,
     )

@@ -30,6 +30,7 @@ from chunk_grpo.training.credit_assignment import (
     fail_together,
     weigh_by_distance,
 )
+from .method import Method
 from .replay import ReplayContext
 from chunk_grpo.training.rollout import (
     ImageKey,
@@ -205,9 +206,16 @@ def sample_groups(state: TrainingState) -> Rollout:
 def check_rollout_is_finite(
     rollout: Rollout,
     iteration: int,  # 0, 1, ...
+    method: Method,  # the run's method
 ) -> None:
     """Raise InputError if an advantage or a log-probability of an iteration is infinite or NaN."""
-    if not torch.isfinite(rollout.advantage).all():
+    is_finite = bool(torch.isfinite(rollout.advantage).all())
+    if not is_finite and type(method).advantages is not Method.advantages:
+        raise InputError(
+            f"`advantages` of {type(method).__name__} must return finite numbers; those of iteration {iteration + 1} "
+            "are not all finite"
+        )
+    if not is_finite:
         raise InputError(
             "`reward` must return scores with a finite mean and standard deviation; those of iteration "
             f"{iteration + 1} are too large"

@@ -6,6 +6,7 @@
 __all__ = ['call_user_code', 'call_hook', 'load_method']
 
 # %% ../../nbs/07_training/06_method_loading.ipynb #3541fbe5
+import difflib
 import inspect
 import traceback
 from collections.abc import Callable, Mapping
@@ -181,12 +182,33 @@ def _make_method(
     return method
 
 
+def _find_misspelt_attribute(
+    method_class: type,  # class of a user's method
+) -> tuple[str, str] | None:  # the attribute and the one that it resembles; None: all are fine
+    """Find a public attribute of the user's own classes whose name is almost that of a hook or attribute of `Method`."""
+    known = [name for name in dir(Method) if not name.startswith("_")] + ["tuning_grid"]
+    for user_class in method_class.__mro__:
+        if user_class is object or user_class.__module__.startswith("chunk_grpo."):
+            continue
+        for name in vars(user_class):
+            if name.startswith("_") or any(hasattr(base, name) for base in user_class.__bases__):
+                continue
+            similar = difflib.get_close_matches(name, known, n=1, cutoff=0.9)
+            if similar and name not in known:
+                return name, similar[0]
+    return None
+
+
 def _check_attributes(method: Method) -> None:
     """Raise InputError unless the class attributes have the right types and the hooks accept what training passes."""
     # An attribute with an old name would have no effect.
     for old_name, new_name in _RENAMED_ATTRIBUTES.items():
         if hasattr(method, old_name) and hasattr(method, new_name):
             raise _hook_error(method, old_name, f"must have its new name, {new_name}")
+    if misspelt := _find_misspelt_attribute(type(method)):
+        raise _hook_error(
+            method, misspelt[0], f"has no effect on training; did you mean {misspelt[1]}?"
+        )
     for hook in _HOOKS:
         overriding = getattr(type(method), hook, None)
         base = getattr(Method, hook)

@@ -7,6 +7,7 @@ __all__ = ['IMAGE_TRACKERS', 'above_base_metrics', 'check_method_metrics', 'coll
            'tracker_values', 'log_eval_samples']
 
 # %% ../../nbs/07_training/13_metrics.ipynb #7316112d
+import contextlib
 import itertools
 import json
 from collections.abc import Sequence
@@ -20,6 +21,7 @@ from PIL import Image
 from torch import Tensor
 
 from .. import InputError
+from ..core import machine
 from chunk_grpo.core.files import (
     MetricsLine,
     append_json_line,
@@ -295,25 +297,36 @@ def evaluate_held_out(
     training_guidance, evaluation_guidance = guidance_scales(settings)
     policy.set_resolution(settings.eval_resolution).set_guidance(*evaluation_guidance)
     images = {}
+    # A reward may take minutes to answer, so SIGTERM need not wait for it, unless other processes wait for this one.
+    interruptible = machine.allow_sigterm if processes == 1 else contextlib.nullcontext
+    # If whole weights are in every process, forward passes exchange nothing, so an error in one process ends the evaluation
+    # in all of them, and the run can write a checkpoint. The wrapped network would exchange its buffers.
+    is_sharded = settings.sharding != "none"
+    wrapped_network = policy.module
     try:
-        for arm, split in splits.items():
-            images[arm] = sample_images(
-                policy=policy,
-                prompts=state.held_out,
-                image_indices=sampled,
-                seed=settings.eval_seed,
-                steps=settings.eval_steps,
-                split=split,
-                batch=settings.rollout_batch,
-            )
+        with contextlib.nullcontext() if is_sharded else fail_together(state):
+            if not is_sharded:
+                policy.module = policy.transformer
+            for arm, split in splits.items():
+                with interruptible():
+                    images[arm] = sample_images(
+                        policy=policy,
+                        prompts=state.held_out,
+                        image_indices=sampled,
+                        seed=settings.eval_seed,
+                        steps=settings.eval_steps,
+                        split=split,
+                        batch=settings.rollout_batch,
+                    )
     finally:  # after an error, too, since a checkpoint of these weights may follow
+        policy.module = wrapped_network
         policy.set_resolution(training_sizes(settings)[0]).set_guidance(*training_guidance)
         if state.ema is not None:
             trainable.swap_weights(policy.trained, state.ema.shadow_params)
 
     # Score all images before the processes exchange scores, so that all of them learn whether it failed.
     local_scores: dict[tuple[str, str], list[float]] = {}  # (arm, reward) -> scores
-    with fail_together(state):
+    with fail_together(state), interruptible():
         for arm, (name, reward) in itertools.product(splits, state.rewards.items()):
             local_scores[arm, name] = []
             if local_images:

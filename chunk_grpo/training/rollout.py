@@ -647,8 +647,9 @@ def sample_ode(
             sampler=sampler,
             steps=range(split),
         )
-        with use_base_weights(policy):
-            remaining = range(split, len(sampler))
+        remaining = range(split, len(sampler))
+        # Switching copies all weights twice, if all of them were trained.
+        with use_base_weights(policy) if remaining else nullcontext():
             latents = _euler_steps(
                 policy=policy,
                 prompt_embeds=prompt_embeds,

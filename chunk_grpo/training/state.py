@@ -17,9 +17,10 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, PartialState
-from accelerate.utils import InitProcessGroupKwargs
+from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs
 from diffusers.training_utils import EMAModel
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from .. import InputError
 from ..core import settings as setting
@@ -33,6 +34,7 @@ from ..core.user_code import check_same_code, find_code
 from ..theory.sampler import Sampler
 from ..models import adapters, prompt_embeds, trainable
 from chunk_grpo.models.inputs import (
+    find_changed_input,
     read_prompt_sizes,
     read_run_prompts_with_records,
     read_run_negative_prompts,
@@ -229,7 +231,8 @@ def make_accelerator(
             mixed_precision="no",
             log_with=tracker,
             project_dir=str(run),
-            kwargs_handlers=[timeout],
+            # As views of the buckets in which they are exchanged, gradients are in memory only once.
+            kwargs_handlers=[timeout, DistributedDataParallelKwargs(gradient_as_bucket_view=True)],
         )
     if accelerator.device.type != device_type:
         raise InputError(
@@ -307,6 +310,12 @@ def prepare_state(
     run_id = run_info.get("run_id", "")
     # User code may have been edited since the run began.
     check_same_code(run_info, find_code(settings) if "code" in run_info else {}, Path(run))
+    # So may a list of prompts, before processes are restarted or on another machine.
+    changed = find_changed_input(settings, run_info, ("prompts", "eval_prompts"))
+    if changed:
+        raise InputError(
+            f"`{changed}` must stay as it was when the run began; {getattr(settings, changed)} has changed"
+        )
     method = load_method(settings)
     _check_reference_names(method)
     prompts, records = read_run_prompts_with_records(settings, "prompts")
@@ -422,6 +431,11 @@ def load_policy_and_optimizer(
     if state.accelerator.is_local_main_process:
         prompt_embeds.trim_prompt_cache()
     if settings.sharding == "none":
+        # Each process has loaded the same frozen weights, and quantized ones cannot be sent to the other processes.
+        frozen = [name for name, p in policy.transformer.named_parameters() if not p.requires_grad]
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
+            policy.transformer, frozen
+        )
         policy.module = state.accelerator.prepare(policy.transformer)
     optimizer = torch.optim.AdamW
     if settings.optimizer == "adamw-8bit":

@@ -62,7 +62,7 @@ def train_iteration(state: TrainingState) -> dict:  # the iteration's metrics
         rollout = sample_groups(state)
     # In every process, so that the run keeps its finished iterations.
     with fail_together(state):
-        check_rollout_is_finite(rollout, state.iteration)
+        check_rollout_is_finite(rollout, state.iteration, state.method)
 
     # The base's scores on the same prompts distinguish progress from easier prompts.
     base = None
@@ -90,6 +90,9 @@ def train_iteration(state: TrainingState) -> dict:  # the iteration's metrics
                 line |= evaluate_held_out(state)
         except ScoringFailed as scoring_failure:
             failure = scoring_failure
+        except machine.Terminated as terminated:
+            # The iteration's update is done, so it is kept, and the evaluation is repeated when the run is resumed.
+            failure = ScoringFailed(terminated)
         except Exception as error:  # such as a lack of memory
             # Other processes would wait for this one, so the launcher ends them.
             if state.accelerator.num_processes > 1:
@@ -120,7 +123,7 @@ def repeat_failed_evaluation(
     state: TrainingState,  # resumed from a checkpoint, or new
     log: Callable[[str], None],  # prints a line of the log
 ) -> None:
-    """Evaluate the last finished iteration again if its evaluation failed, and add the scores to its metrics.
+    """Evaluate the last finished iteration again if its evaluation did not finish, and add the scores to its metrics.
 
     Rewrites metrics.jsonl and the checkpoint of this iteration. Every process must call this function. Raises the error of
     a reward that fails again.
@@ -132,7 +135,7 @@ def repeat_failed_evaluation(
     line = lines[-1]
     if any(name.startswith("eval_") for name in line):
         return
-    log(f"the evaluation after iteration {state.iteration}, which failed, is repeated")
+    log(f"the evaluation after iteration {state.iteration}, which did not finish, is repeated")
     start = time.perf_counter()
     cpu_start = time.process_time()
     try:
@@ -248,8 +251,10 @@ def train_run(
                 save_despite_error("the run ends" if is_known else type(error).__name__)
             raise
         if failure is not None:
+            is_interrupted = isinstance(failure.error, machine.Terminated)
+            evaluation_end = "was interrupted" if is_interrupted else "failed"
             if failure.line is not None:
-                log(f"warning: the evaluation after iteration {state.iteration} failed")
+                log(f"warning: the evaluation after iteration {state.iteration} {evaluation_end}")
                 try:
                     announce("on_log", failure.line)
                 except Exception as error:  # such as that of a callback that reads the scores
@@ -257,7 +262,7 @@ def train_run(
                 state.is_updating = False
                 check_weights_are_finite(state)
             save_despite_error(
-                "scoring failed" if failure.line is None else "the evaluation failed"
+                "scoring failed" if failure.line is None else f"the evaluation {evaluation_end}"
             )
             # Once one process ends, the launcher ends the others, which may still be writing.
             state.accelerator.wait_for_everyone()
