@@ -8,6 +8,8 @@ import torch
 from chunk_grpo.core.settings import load_settings
 from chunk_grpo.training import credit_assignment, rollout
 from chunk_grpo.training.groups import sample_groups
+from chunk_grpo.training.method import completion_levels
+from chunk_grpo.training.method_loading import load_method
 from chunk_grpo.training.state import load_policy_and_optimizer, prepare_state
 
 BASE = {
@@ -139,3 +141,20 @@ def test_with_hardly_any_noise_a_completion_is_the_rollouts_image(name, tmp_path
             levels=levels,
         )
         assert (made - own).abs().max() < 1e-3 < (other - own).abs().max()
+
+
+def test_strides_that_visit_the_same_levels_count_once():
+    """Near the end of a trajectory, strides 1, 2 and 3 all make the one step that is left."""
+    changes = {"completion_strides": "1,2,3", "chunks": "steps"}
+
+    def levels(window: str) -> list[list[int]]:
+        settings = load_settings("pocket/demo", changes | {"window": window})
+        method = load_method(settings)
+        sampler = method.sampler(0)
+        start = int(method.trainable_steps(sampler)[-1]) + 1
+        return [found.tolist() for found in completion_levels(settings, sampler, start)]
+
+    steps = load_settings("pocket/demo").steps
+    assert levels(f"frozen:{steps - 1}") == []  # the rollout has made this step
+    assert levels(f"frozen:{steps - 2}") == [[steps - 2, steps]]
+    assert len(levels("frozen:2")) == 2

@@ -34,6 +34,7 @@ from chunk_grpo.theory.schedule import (
     sigmas,
     velocity_target,
 )
+from chunk_grpo.theory.surrogates import step_weights_by_name
 
 RANDOM_KINDS = ("flow", "dance", "cps")
 quick = settings(max_examples=40, deadline=None, derandomize=True)
@@ -381,3 +382,14 @@ def test_no_page_uses_the_noise_level_t_as_an_index_of_transitions():
         text = "".join("".join(c["source"]) for c in cells if c["cell_type"] == "markdown")
         found[page.name] = re.findall(r"x_\{t[+-]1\}|g_\w\^t\b|[wt]_t\b|t_\{?k\b", text)
     assert len(pages) > 50 and not {page: uses for page, uses in found.items() if uses}
+
+
+@pytest.mark.parametrize("kind", ["flow", "dance", "cps"])
+def test_flash_gives_all_transitions_gradients_of_one_size(kind):
+    """What multiplies the gradient of a log-probability is |b| / std, or |b| std for the squared distance of cps."""
+    sampler = Sampler(sigmas(12, 3.0), kind, 0.3)
+    steps = sampler.stochastic_steps
+    _, factor, std = sampler.coefficients(steps)
+    weight = step_weights_by_name("flash", sampler, steps)[steps]
+    size = weight * factor.abs() * (std if kind == "cps" else 1 / std)
+    assert float(size.max() / size.min()) == pytest.approx(1, abs=1e-4)
