@@ -145,7 +145,7 @@ def test_with_hardly_any_noise_a_completion_is_the_rollouts_image(name, tmp_path
 
 def test_strides_that_visit_the_same_levels_count_once():
     """Near the end of a trajectory, strides 1, 2 and 3 all make the one step that is left."""
-    changes = {"completion_strides": "1,2,3", "chunks": "steps"}
+    changes = {"completion_strides": "1,2,3", "chunks": "steps", "train_chunks": "all"}
 
     def levels(window: str) -> list[list[int]]:
         settings = load_settings("pocket/demo", changes | {"window": window})
