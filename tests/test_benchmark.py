@@ -389,3 +389,80 @@ def test_questions_without_rows_are_one_sentence(tmp_path):
     (tmp_path / "dpg_bench.csv").write_text(",".join(judged.DPG_COLUMNS) + "\n")
     with pytest.raises(InputError, match="`questions` must have at least one question; .* no rows"):
         benchmarks.load_benchmark_task("dpg", tmp_path / "dpg_bench.csv")
+
+
+def test_rewards_of_a_benchmark_take_options(tmp_path):
+    _, arms = grey_list(tmp_path)
+    (tmp_path / "three.txt").write_text("one star\none moon\ntwo stars\n")
+    (tmp_path / "grey.py").write_text(REWARD)
+    pairs = [word for arm, folder in arms.items() for word in ("--images", f"{arm}={folder}")]
+    name = f"{tmp_path / 'grey.py'}:Grey"
+    means = []
+    for factor in (1, 3):
+        out = tmp_path / f"out-{factor}"
+        options = json.dumps({name: {"factor": factor}})
+        words = ["evaluate", "--benchmark", tmp_path / "three.txt", "--samples", "1", *pairs]
+        run(
+            *words,
+            "--rewards",
+            name,
+            "--reward-options",
+            options,
+            "--out",
+            out,
+            "--no-report",
+        )
+        means.append(read_json(out / "summary.json")["rewards"][name]["base"]["mean"])
+    assert means[1] == pytest.approx(3 * means[0])
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ("{clip: {weights: x}}", "`reward_options` must name only compressibility; got 'clip'"),
+        ("[1]", "`--reward-options` must be a mapping"),
+        ("{compressibility: {qualty: 5}}", "qualty"),
+    ],
+)
+def test_options_of_a_reward_that_cannot_be_used_are_rejected(tmp_path, options, sentence):
+    _, arms = grey_list(tmp_path)
+    (tmp_path / "three.txt").write_text("one star\none moon\ntwo stars\n")
+    words = ["--benchmark", str(tmp_path / "three.txt"), "--images", f"base={arms['base']}"]
+    words += ["--rewards", "compressibility", "--reward-options", options]
+    answer = CliRunner().invoke(evaluation_app, [*words, "--out", str(tmp_path / "out")])
+    assert isinstance(answer.exception, InputError) and sentence in str(answer.exception)
+
+
+def test_geneval_takes_detector_and_clip_of_the_run_or_of_the_command(
+    trained, tmp_path, monkeypatch
+):
+    """A host without a network names both in the run's settings, or with --detector and --clip."""
+    loaded = []
+
+    def note(kind):
+        """Return a function that notes the folder, and stops the benchmark once the second is loaded."""
+
+        def load(name, *_):
+            loaded.append((kind, str(name)))
+            if kind == "clip":
+                raise InputError("enough")
+
+        return load
+
+    monkeypatch.setattr(benchmarks.detector, "load_detector", note("detector"))
+    monkeypatch.setattr(benchmarks.detector, "load_colour_classifier", note("clip"))
+    record = {"tag": "counting", "include": [{"class": "bench", "count": 2}], "prompt": "benches"}
+    (tmp_path / "few.jsonl").write_text(json.dumps(record) + "\n")
+    options = {"geneval": {"detector": "/d", "clip": "/c"}}
+    changes = {"eval_rewards": ["geneval"], "reward_options": options}
+    for tools in ({}, {"clip": "/mine", "detector": ""}):
+        with pytest.raises(InputError, match="enough"):
+            benchmarks.run_benchmark(
+                trained / "run",
+                "geneval",
+                source=tmp_path / "few.jsonl",
+                changes=changes,
+                tools=tools,
+                processes=1,
+            )
+    assert loaded == [("detector", "/d"), ("clip", "/c"), ("detector", "/d"), ("clip", "/mine")]

@@ -204,3 +204,25 @@ def test_the_setting_of_threads_counts_although_accelerate_sets_others(monkeypat
         assert torch.get_num_threads() == before + 1
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(
+    ("tasks", "machines", "is_wrong"), [("8", "1", True), ("4", "2", True), ("2", "2", False)]
+)
+def test_several_tasks_of_srun_on_a_machine_are_refused(tmp_path, tasks, machines, is_wrong):
+    done = call(
+        "train",
+        *TINY,
+        "--out",
+        tmp_path / "run",
+        "--no-report",
+        "--processes",
+        2,
+        "--nodes",
+        "1",
+        "device=cuda",
+        SLURM_STEP_NUM_TASKS=tasks,
+        SLURM_STEP_NUM_NODES=machines,
+    )
+    assert done.returncode == 2 and ("srun must start" in done.stderr) == is_wrong, done.stderr
+    assert not (tmp_path / "run").exists()

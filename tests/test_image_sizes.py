@@ -19,6 +19,7 @@ from chunk_grpo.core.settings import (
 )
 from chunk_grpo.models import activations
 from chunk_grpo.models.cost import find_model_config, forward_flops, latent_numel
+from chunk_grpo.models.families import FluxPolicy
 from chunk_grpo.planning.devices import rate_share
 from chunk_grpo.planning.disk import run_disk_bytes
 from chunk_grpo.planning.memory import training_memory
@@ -145,5 +146,5 @@ def test_the_pocket_model_trains_on_wide_images(tmp_path):
 
 def test_a_pipeline_is_told_height_and_width():
     """The pipeline that a card describes draws images of the evaluation's size."""
-    options = pipeline_options(Settings(eval_resolution=(512, 768)), "FluxPipeline")
+    options = pipeline_options(Settings(eval_resolution=(512, 768)), FluxPolicy)
     assert (options["height"], options["width"]) == (512, 768)

@@ -18,6 +18,7 @@ OWN = '''
 """A family for a pipeline of the same parts as FLUX's."""
 
 from chunk_grpo.models.families import FluxPolicy
+from chunk_grpo.models.policy import Policy
 
 
 class Own(FluxPolicy):
@@ -33,17 +34,56 @@ class Mirrored(FluxPolicy):
         return -super().noise(generator)
 
 
+class Renamed(Own):
+    """FLUX with names of its own for what its transformer reads; its pipeline is guided in an unknown way."""
+
+    def embed(self, pipe, prompts):
+        return {f"my_{name}": rows for name, rows in super().embed(pipe, prompts).items()}
+
+    def predict(self, latents, sigma, rows):
+        return super().predict(latents, sigma, {name[3:]: row for name, row in rows.items()})
+
+    pipeline_guidance = Policy.pipeline_guidance
+
+
+class Complete(Renamed):
+    """The same with what a plan needs."""
+
+    def example_conditioning(self, count, length):
+        rows = super().example_conditioning(count, length)
+        return {f"my_{name}": row for name, row in rows.items()}
+
+
+class Bare(Own):
+    """A family whose pipeline cannot save adapters."""
+
+    pipeline = "own_pipeline.BarePipeline"
+
+
+class Nowhere(Own):
+    """A family whose pipeline is in no module."""
+
+    pipeline = "nowhere.OwnPipeline"
+
+
 class Incomplete:
     """No policy."""
 '''
 PIPELINE = '''
 """A pipeline that diffusers does not have."""
 
-from diffusers import FluxPipeline
+from diffusers import DiffusionPipeline, FluxPipeline
 
 
 class OwnPipeline(FluxPipeline):
     """FLUX by another name."""
+
+
+class BarePipeline(DiffusionPipeline):
+    """FLUX's parts, without diffusers' mixin for adapters."""
+
+    def __init__(self, scheduler, vae, text_encoder, tokenizer, text_encoder_2, tokenizer_2, transformer):
+        super().__init__()
 '''
 ONE = ("iterations=1", "eval_every=0")
 
@@ -56,7 +96,10 @@ def world(tmp_path_factory):
     (folder / "own_pipeline.py").write_text(PIPELINE)
     shutil.copytree(folder / "model", folder / "own")
     index = json.loads((folder / "own/model_index.json").read_text())
-    (folder / "own/model_index.json").write_text(json.dumps(index | {"_class_name": "OwnPipeline"}))
+    shutil.copytree(folder / "model", folder / "bare")
+    for name, kind in (("own", "OwnPipeline"), ("bare", "BarePipeline")):
+        index["_class_name"] = kind
+        (folder / name / "model_index.json").write_text(json.dumps(index))
     run("train", folder / "s.yaml", *ONE, "--out", folder / "flux", "--no-report")
     return folder
 
@@ -90,6 +133,28 @@ def test_a_pipeline_that_the_package_does_not_know_trains_as_the_same_networks_d
     assert counted == counted_own
 
 
+def test_a_family_with_names_of_its_own_is_planned_and_its_card_asks_for_the_guidance(world):
+    own = [f"model={world / 'own'}", *ONE]
+    done = call_there(world, "plan", "s.yaml", *own, "family=my_family.py:Renamed")
+    assert done.returncode == 2 and "`example_conditioning`; Renamed does not" in done.stderr
+
+    plans = [
+        call_there(world, "plan", "s.yaml", *own, f"family=my_family.py:{name}", "--rate", "1")
+        for name in ("Own", "Complete")
+    ]
+    assert plans[0].returncode == 0 and plans[0].stdout == plans[1].stdout
+
+    words = ["s.yaml", *own, "family=my_family.py:Complete", "update_memory=1"]
+    done = call_there(world, "train", *words, "--out", "renamed", "--no-report")
+    assert done.returncode == 0, done.stderr
+    done = call_there(world, "export", "renamed", "renamed-exported")
+    assert done.returncode == 0, done.stderr
+    assert (
+        "add the arguments with which own_pipeline.OwnPipeline"
+        in (world / "renamed-exported/README.md").read_text()
+    )
+
+
 def test_a_family_replaces_the_package_s_own_for_the_same_pipeline(world):
     words = ["train", "s.yaml", *ONE, "family=my_family.py:Mirrored", "--no-report"]
     done = call_there(world, *words, "--out", "mirrored")
@@ -106,13 +171,23 @@ def test_a_family_replaces_the_package_s_own_for_the_same_pipeline(world):
         ("train", "family=my_family.py:Nobody", "`family`"),
         ("plan", "family=flux", "`family` must be package.module:name or file.py:name"),
         ("train", "model=own", "is a OwnPipeline; allowed are FluxPipeline"),
+        (
+            "train",
+            "model=own family=my_family.py:Nowhere",
+            "'nowhere.OwnPipeline' must be the name of a class",
+        ),
+        (
+            "train",
+            "model=bare family=my_family.py:Bare lora_rank=2",
+            "`lora_rank` must be 0 for a BarePipeline",
+        ),
     ],
 )
 def test_a_family_that_does_not_fit_is_rejected_before_there_is_a_run(
     world, command, word, sentence
 ):
     out = ["--out", "none"] if command == "train" else []
-    done = call_there(world, command, "s.yaml", word, *out)
+    done = call_there(world, command, "s.yaml", *word.split(), *out)
     assert done.returncode == 2 and sentence in done.stderr, done.stderr
     assert "Traceback" not in done.stderr and done.stderr.count("\n") == 1
     assert not (world / "none").exists()

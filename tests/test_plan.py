@@ -46,7 +46,7 @@ from chunk_grpo.planning.counts import (
     transitions_per_image,
 )
 from chunk_grpo.planning.devices import find_device, iteration_seconds, recognise_gpu
-from chunk_grpo.planning.disk import run_disk_bytes
+from chunk_grpo.planning.disk import count_encoded_prompts, run_disk_bytes
 from chunk_grpo.planning.memory import host_memory, peak_memory, training_memory
 from chunk_grpo.planning.plan import describe_counts, describe_estimates
 from chunk_grpo.planning.processes import choose_process_count
@@ -863,3 +863,20 @@ def test_every_process_saves_images_of_an_evaluation():
     assert one < eight < many
     sampled = run_settings.eval_count * run_settings.eval_images
     assert (many - one) / (eight - one) == pytest.approx((sampled - 8) / 56)
+
+
+def test_no_more_prompts_are_counted_than_the_lists_hold(tmp_path):
+    (tmp_path / "five.txt").write_text("a\nb\nc\nd\ne\n")
+    run_settings = settings.load_settings(
+        "pocket/tiny",
+        {"prompts": str(tmp_path / "five.txt"), "iterations": 100, "prompts_per_iteration": 5},
+    )
+    config = find_model_config("pocket")
+    assert count_encoded_prompts(run_settings, config) == 5 + run_settings.eval_count
+
+
+def test_a_rate_of_zero_is_rejected():
+    answer = CliRunner().invoke(main.app, ["plan", "pocket/tiny", "--rate", "0"])
+    assert isinstance(answer.exception, InputError) and "`--rate` must be above 0" in str(
+        answer.exception
+    )

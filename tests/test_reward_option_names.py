@@ -246,3 +246,20 @@ def test_a_run_names_no_environment_of_the_working_folder(tmp_path, monkeypatch)
         load_placed_reward(name, False, environment=relative)
     load_placed_reward(name, True, environment=relative).close()
     load_placed_reward(name, False, environment=environment).close()
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"clip": {"weigths": "/w"}}, "weigths"),
+        ({"clip": {"url": "http://a:1", "token": "x"}}, "did you mean `token_variable`?"),
+        ({"clip": {"worker": True, "start_timeout": -1}}, "`start_timeout` must"),
+        ({"hpsv3": {"backend": "package", "weights": "/w"}}, "'weights'"),
+    ],
+)
+def test_plan_finds_wrong_options_before_a_host_does(options, sentence):
+    (name,) = options
+    done = call("plan", "pocket/tiny", f"reward={name}", f"reward_options={options}")
+    assert done.returncode == 2 and sentence in done.stderr, done.stderr
+    right = {"clip": {"url": "http://a:1", "token_variable": "T"}, "hpsv3": {"worker": True}}
+    placement.check_reward_options(name, right[name])

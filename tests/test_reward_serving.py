@@ -585,7 +585,8 @@ def test_the_server_says_what_it_refuses(monkeypatch):
         ask = client.load_remote_reward(url, token_variable="A_TOKEN", retries=1, pause=0.01)
         assert ask(IMAGES, PROMPTS).tolist() == [0] * 5 and ask.server_info["name"] == "r"
         with pytest.raises(
-            InputError, match=r"rejected the request \(401\): `token` is missing or wrong"
+            InputError,
+            match=r"rejected the request \(401\): the token is missing or wrong; `token_variable`",
         ):
             client.load_remote_reward(url, token_variable="ANOTHER")
         with pytest.raises(

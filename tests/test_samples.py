@@ -248,6 +248,10 @@ def test_the_command_writes_images_and_a_sheet(lora, tmp_path, monkeypatch):
     ("words", "part"),
     [
         (["a star", "--arm", "bass"], "'bass'"),
+        (
+            ["a star", "--arm", "base", "--split", "2"],
+            "`--split` has an effect only with the arm hybrid",
+        ),
         (["a star", "--arm", "hybrid", "--split", "5"], "`hybrid_split`"),
         (["a star", "--seed", "1.5"], "`--seed`"),
         (["a star", "--steps", "0"], "`eval_steps`"),

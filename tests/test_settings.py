@@ -535,3 +535,29 @@ def test_empty_options_of_a_reward_count_as_none(options):
     written = {"name": "clip", "dtype": "bfloat16"}
     read = settings.load_settings({"reward": written, "reward_options": {"clip": options}})
     assert read.reward_options == {"clip": {"dtype": "bfloat16"}}
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, row in settings.METHODS.items() if "class" not in row]
+)
+def test_the_label_of_a_method_that_combines_settings_is_its_name(name):
+    values = {"steps": 17} if name in ("reweighted", "tree-chunk") else {}
+    assert (
+        settings.method_label(settings.load_settings("pocket/tiny", values | {"method": name}))
+        == name
+    )
+
+
+@pytest.mark.parametrize(
+    ("values", "label"),
+    [
+        ({}, "chunk"),
+        ({"chunks": "steps"}, "steps"),
+        ({"chunk_weighting": "dynamics"}, "chunk+ws"),
+        ({"method": "guard", "eta": 0.5}, "guard"),
+        ({"method": "steps", "surrogate": "dppo:1e-5"}, "steps, surrogate dppo:1e-5"),
+        ({"method": "nft"}, "nft"),
+    ],
+)
+def test_a_run_with_another_loss_is_not_labelled_as_the_paper_s_method(values, label):
+    assert settings.method_label(settings.load_settings("pocket/tiny", values)) == label

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['evaluation_app', 'evaluate_with_progress', 'evaluate_and_print', 'format_mean_and_interval', 'print_means',
-           'check_options_have_effect', 'evaluate']
+           'check_options_have_effect', 'read_reward_options', 'evaluate']
 
 # %% ../../nbs/14_cli/03_evaluation.ipynb #106ccb5e
 import shlex
@@ -28,7 +28,7 @@ from chunk_grpo.cli.console import (
     escape_control_characters,
     split_commas,
 )
-from ..core import files
+from ..core import files, validation
 
 evaluation_app = typer.Typer(rich_markup_mode=None)
 
@@ -132,6 +132,18 @@ def check_options_have_effect(
             raise InputError(f"`{name}` has an effect {condition}{shown}")
 
 
+def read_reward_options(
+    text: str,  # YAML: a mapping of rewards to mappings of options; "": no options
+) -> dict[str, dict]:  # reward -> option -> value
+    """Read the value of `--reward-options`; raise InputError if it has another form."""
+    options = validation.parse_yaml(text, "--reward-options") if text else {}
+    if not isinstance(options, dict) or not all(isinstance(v, dict) for v in options.values()):
+        raise InputError(
+            f"`--reward-options` must be a mapping such as '{{pickscore: {{weights: FOLDER}}}}'; got {text[:200]!r}"
+        )
+    return options
+
+
 @evaluation_app.command(
     epilog=format_examples(
         "evaluate runs/one eval_steps=4", "evaluate runs/one --benchmark pocket:test"
@@ -164,9 +176,20 @@ def evaluate(
             help="Rewards to score with, separated by commas; by default those of the run."
         ),
     ] = "",
+    reward_options: Annotated[
+        str,
+        typer.Option(
+            metavar="YAML",
+            help="Options of the rewards, such as '{pickscore: {weights: /weights/PickScore}}'.",
+        ),
+    ] = "",
     detector: Annotated[
         str,
         typer.Option(help="GenEval's detector: a folder with the converted model, or a hub id."),
+    ] = "",
+    clip: Annotated[
+        str,
+        typer.Option(help="GenEval's colour classifier: a folder with a CLIP, or a hub id."),
     ] = "",
     judge_url: Annotated[
         str,
@@ -211,7 +234,8 @@ def evaluate(
         check_options_have_effect({"--out": str(out or "")}, "only with `--images`")
     if not benchmark:
         ignored = {"--source": str(source or ""), "--samples": samples, "--rewards": rewards}
-        ignored |= {"--detector": detector, "--judge-url": judge_url}
+        ignored |= {"--reward-options": reward_options, "--detector": detector, "--clip": clip}
+        ignored |= {"--judge-url": judge_url}
         ignored |= {"--judge-model": judge_model, "--judge-key": judge_key}
         check_options_have_effect(ignored, "only with `--benchmark`")
     if run is not None:
@@ -231,6 +255,7 @@ def evaluate(
     from chunk_grpo.reward_serving import placement
 
     reward_names = split_commas(rewards) or []
+    options_by_reward = read_reward_options(reward_options)
     judge_server = None
     if bool(judge_url) != bool(judge_model):
         raise InputError("`--judge-url` and `--judge-model` must be given together; got only one")
@@ -238,7 +263,7 @@ def evaluate(
         raise InputError("`--judge-key` must go with `--judge-url`; got it alone")
     if judge_url:
         judge_server = judge.Judge(judge_url, judge_model, judge_key)
-    tools = {"detector": detector, "judge": judge_server}
+    tools = {"detector": detector, "clip": clip, "judge": judge_server}
 
     if images:
         # Score images that were made elsewhere: one folder per arm.
@@ -257,7 +282,11 @@ def evaluate(
                 raise InputError(
                     f"`--images` must be ARM=FOLDER with a folder that exists; got {arm}={folder}"
                 )
-        scorers = {name: placement.load_placed_reward(name) for name in reward_names}
+        benchmarks.check_option_names(options_by_reward, reward_names)
+        scorers = {
+            name: placement.load_placed_reward(name, **options_by_reward.get(name, {}))
+            for name in reward_names
+        }
         with exit_if_interrupted(lambda: "the same command continues; finished scores are kept"):
             benchmarks.score_benchmark(
                 task=task,
@@ -267,6 +296,7 @@ def evaluate(
                 scorers=scorers,
                 tools=tools,
                 log=typer.echo,
+                reward_options=options_by_reward,
             )
     else:
         # Sample the benchmark's images with the run's weights, and score them.
@@ -279,6 +309,7 @@ def evaluate(
                 processes=processes,
                 changes=overrides or (),
                 reward_names=reward_names,
+                reward_options=options_by_reward,
                 tools=tools,
                 log=typer.echo,
                 trust=trust,

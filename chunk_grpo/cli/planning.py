@@ -43,8 +43,9 @@ def plan(
     overrides: OverridesArgument = None,
     processes: ProcessesOption = None,
     rate: Annotated[
-        float, typer.Option(help="TFLOP/s of one process; by default measured on this machine.")
-    ] = 0.0,
+        float | None,
+        typer.Option(help="TFLOP/s of one process; by default measured on this machine."),
+    ] = None,
     device: Annotated[
         str,
         typer.Option(help="A device such as h200 or rtx4090, whose memory and time are estimated."),
@@ -63,7 +64,7 @@ def plan(
     as_json: JsonOption = False,
 ):
     """Predict the samples, memory and time of a run."""
-    if not 0 <= rate < float("inf") or (rate and device):
+    if rate is not None and (device or not 0 < rate < float("inf")):
         raise InputError(f"`--rate` must be above 0, and left out with `--device`; got {rate:g}")
     if share is not None and not (device and 0 < share <= 1):
         raise InputError(
@@ -100,6 +101,7 @@ def plan(
         largest_process_count,
     )
     from chunk_grpo.pocket import POCKET_MODELS
+    from chunk_grpo.reward_serving import placement
     from chunk_grpo.training.method_loading import call_hook, load_method
 
     # Do not open any folder or code that the settings of a run from another machine name.
@@ -131,6 +133,8 @@ def plan(
         run_folder.check_run_inputs(run, run_settings, inputs)
 
     method = load_method(run_settings)  # rejects the settings that training rejects
+    for name, options in run_settings.reward_options.items():
+        placement.check_reward_options(name, options)
 
     # The preset's number of processes, or the fastest number on this machine; one for a named device.
     if processes is None:
@@ -150,7 +154,7 @@ def plan(
     if device:
         speed = getattr(find_device(device), run_settings.dtype) * 1e12
     else:
-        speed = rate * 1e12
+        speed = (rate or 0.0) * 1e12  # 0: it is measured below
     estimated = "estimated, not measured"
     if not speed and config is not None:
         estimated += ", but for this machine's matrix rate"

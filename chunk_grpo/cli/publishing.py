@@ -48,7 +48,9 @@ def sample(
     ] = None,
     prompts: Annotated[
         Path | None,
-        typer.Option(help="A file with one prompt per line, instead of prompts as arguments."),
+        typer.Option(
+            help="A file of prompts, as for the setting `prompts`, instead of prompts as arguments."
+        ),
     ] = None,
     arm: Annotated[
         str,
@@ -85,6 +87,9 @@ def sample(
         raise InputError(
             f"prompts must come as words or in `--prompts`; got {'both' if prompts else 'neither'}"
         )
+    arms = split_commas(arm) or []
+    if split is not None and arms and "hybrid" not in arms:
+        raise InputError(f"`--split` has an effect only with the arm hybrid; got {split}")
     seeds = parse_numbers("--seed", seed)
     check_trust(run, trust, action="sampling from", loads_rewards=False)
     from chunk_grpo.models import inputs  # these here, since they import torch
@@ -120,7 +125,7 @@ def sample(
         images = samples.sample_run(
             run=run,
             prompts=texts,
-            arms=split_commas(arm) or [],
+            arms=arms,
             seeds=seeds,
             out=out,
             changes=changes,

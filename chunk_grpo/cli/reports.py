@@ -113,7 +113,13 @@ def compare(
         "hybrid_delta",
         "as_trained_delta",
     ]
-    typer.echo(f"\n{table[columns].to_string(index=False, na_rep='')}\n")
+
+    def format_float(value: float) -> str:
+        """Format a number with six decimals; a difference that is 0 but for rounding gets no sign."""
+        return f"{round(value, 6) + 0.0:.6f}"
+
+    text = table[columns].to_string(index=False, na_rep="", float_format=format_float)
+    typer.echo(f"\n{text}\n")
     page = reports.write_report("compare", out, runs=[str(folder) for folder in run])
     typer.echo(f"report: {page}")
 

@@ -52,7 +52,11 @@ def serve_reward(
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on.")] = 8000,
     token: Annotated[
-        str, typer.Option(metavar="VARIABLE", help="Environment variable that holds the token.")
+        str,
+        typer.Option(
+            metavar="VARIABLE",
+            help="Environment variable that holds the token; clients name theirs in `token_variable`.",
+        ),
     ] = "",
     max_images: Annotated[int, typer.Option(help="Most images per request.")] = 256,
     max_bytes: Annotated[int, typer.Option(help="Largest request, in bytes.")] = 512_000_000,

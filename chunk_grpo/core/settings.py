@@ -1545,18 +1545,51 @@ def _check_method(settings: "Settings") -> None:
             ) from None
 
 # %% ../../nbs/02_core/04_settings.ipynb #b4d4b7ef
-def method_label(settings: Any) -> str:  # "steps", "chunk", "chunk+ws", "nft", "Rank", ...
+# Settings that make another method out of Chunk-GRPO, unlike those that only tune it, such as `clip_range`.
+_DEFINING_SETTINGS = (
+    "window",
+    "merge",
+    "solver",
+    "sampler",
+    "sharing",
+    "statistic",
+    "surrogate",
+    "step_weights",
+    "credit_of",
+    "anchor_share",
+)
+
+
+def method_label(settings: Any) -> str:  # "steps", "chunk+ws", "flow", "nft", "Rank", ...
     """Return a label for a run's method, by which figures choose its colour.
 
-    The paper's method is labelled "steps" with chunks of one step, "chunk+ws" with weighted sampling of chunks, and "chunk"
-    otherwise. The label of any other method is its name, or the name of its class.
+    A method that only combines settings is labelled with the name of the row in `METHODS` with the most settings that all
+    agree with the run's: "steps" for chunks of one step, "chunk" for the paper's method, "guard" or "mix". "+ws" stands for
+    weighted sampling of chunks. A setting that makes another method of it, and that no such row has, is added to the label,
+    such as "steps, surrogate dppo:1e-5". The label of any other method is its name, or the name of its class.
     """
     method = getattr(settings, "method", "chunk")
     if method != "chunk":
         return method.rpartition(":")[2]
-    if settings.chunks == "steps":
-        return "steps"
-    return "chunk" if settings.chunk_weighting == "uniform" else "chunk+ws"
+
+    def value(name: str) -> Any:
+        """Return the value of a setting; records of older versions may lack it, and then it has the default."""
+        current = getattr(settings, name, Settings.model_fields[name].default)
+        are_steps = name == "chunks" and {*str(current).split(",")} == {"1"}
+        return "steps" if are_steps else current
+
+    label, row = "steps" if value("chunks") == "steps" else "chunk", {}
+    for name, preset in METHODS.items():
+        preset_settings = preset.get("settings", {})
+        agrees = all(value(key) == wanted for key, wanted in preset_settings.items())
+        if "class" not in preset and agrees and len(preset_settings) > len(row):
+            label, row = name, preset_settings
+    if value("chunks") != "steps" and value("chunk_weighting") != "uniform":
+        label += "+ws"
+    for name in _DEFINING_SETTINGS:
+        if name not in row and value(name) != Settings.model_fields[name].default:
+            return f"{label}, {name} {value(name)}"
+    return label
 
 
 def _as_input_error(
@@ -2031,7 +2064,7 @@ def check_resume(
     for name, (old_value, new_value) in changed.items():
         raise InputError(
             f"`{name}` must stay {format_value(old_value)} when the run is resumed; got {format_value(new_value)}; "
-            f"only iterations (upwards), {', '.join(changeable)} may change"
+            f"only iterations (upwards), {', '.join(changeable)} and the addresses of rewards may change"
         )
     if new_iterations < old_iterations:
         raise InputError(

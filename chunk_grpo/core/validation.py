@@ -12,6 +12,7 @@ import json
 import math
 import re
 import typing
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -110,6 +111,9 @@ def validation_message(
     error: ValidationError,  # raised by pydantic
     # class whose fields the message describes by `describe_field`, such as Settings; None: pydantic's wording
     settings_class: type[BaseModel] | None = None,
+    option_names: Sequence[
+        str
+    ] = (),  # known options, of which the message suggests one for a misspelt name
 ) -> str:
     """Describe the first problem of an error in one sentence, such as "`heat` must be a number above 0; got -1".
 
@@ -146,7 +150,9 @@ def validation_message(
         return f"`{short_name}` is not a setting; {hint}"
 
     if first["type"] == "extra_forbidden":
-        return f"`{name}` is not a known option"
+        similar_names = difflib.get_close_matches(name[:60], option_names, 1, 0.5)
+        hint = f"; did you mean `{similar_names[0]}`?" if similar_names else ""
+        return f"`{name}` is not a known option{hint}"
     if first["type"] == "missing":
         return f"`{name}` is missing"
     requirement = re.sub(r"^\w+ should ", "", first["msg"])

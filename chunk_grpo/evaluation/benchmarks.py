@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['ScoringInputs', 'BenchmarkTask', 'GenEvalTask', 'WISETask', 'DPGTask', 'load_benchmark_task', 'prepare_benchmark',
-           'sample_benchmark', 'score_benchmark', 'benchmark_table', 'run_benchmark']
+           'sample_benchmark', 'score_benchmark', 'benchmark_table', 'check_option_names', 'run_benchmark']
 
 # %% ../../nbs/10_evaluation/08_benchmarks.ipynb #feb11ef9
 import hashlib
@@ -745,6 +745,17 @@ def benchmark_table(
     return pd.DataFrame(rows)
 
 # %% ../../nbs/10_evaluation/08_benchmarks.ipynb #712601d3
+def check_option_names(
+    reward_options: Mapping[str, Mapping],  # reward -> options that the user gave
+    reward_names: Sequence[str],  # the rewards that score
+) -> None:
+    """Raise InputError if options are given for a reward that does not score."""
+    for name in reward_options:
+        if name not in reward_names:
+            allowed = ", ".join(reward_names) or "no reward, since none scores"
+            raise InputError(f"`reward_options` must name only {allowed}; got {name!r}")
+
+
 def run_benchmark(
     folder: Path,  # folder of a run with trained weights
     name: str,  # name of a benchmark, or a file of prompts, see `load_benchmark_task`
@@ -755,7 +766,10 @@ def run_benchmark(
     processes: int = 0,
     changes: Mapping | Sequence[str] = (),  # changed settings, see `evaluation_settings`
     reward_names: Sequence[str] = (),  # empty: the rewards of the run
-    tools: Mapping | None = None,  # see `score_benchmark`
+    # reward -> options that add to those of the run or replace them
+    reward_options: Mapping[str, Mapping] | None = None,
+    tools: Mapping
+    | None = None,  # see `score_benchmark`; GenEval's default to the run's options of the reward geneval
     log: Callable[[str], None] = lambda text: None,  # called with progress messages
     trust: bool = False,  # load and execute what a run from elsewhere names
     # use the checkpoint after this many iterations, and a folder such as geneval-000050; None: final weights
@@ -790,14 +804,22 @@ def run_benchmark(
             reward_names = list(
                 dict.fromkeys([*setting.reward_weights(settings), *settings.eval_rewards])
             )
+        check_option_names(reward_options or {}, reward_names if task.uses_rewards else ())
         scorers = None
+        options = {name: dict(values) for name, values in settings.reward_options.items()}
+        for reward_name, values in (reward_options or {}).items():
+            options[reward_name] = options.get(reward_name, {}) | dict(values)
         if task.uses_rewards:
             scorers = {}
             for reward_name in reward_names:
-                options = settings.reward_options.get(reward_name, {})
                 scorers[reward_name] = placement.load_placed_reward(
-                    reward_name, use_working_folder, **options
+                    reward_name, use_working_folder, **options.get(reward_name, {})
                 )
+        if task.name == "geneval":
+            run_tools = settings.reward_options.get("geneval", {})
+            tools = {name: run_tools.get(name) for name in task.tool_names} | {
+                name: tool for name, tool in (tools or {}).items() if tool
+            }
         inputs = ScoringInputs(scorers=scorers, tools=tools or {}, source=source, log=log)
         task.check_inputs(inputs)
         rewards.check_prompts(scorers or {}, task.prompts, "`benchmark`", task.records or None)
@@ -838,6 +860,6 @@ def run_benchmark(
             scorers=scorers,
             tools=tools,
             log=log,
-            reward_options=settings.reward_options,
+            reward_options=options,
         )
     return out

@@ -183,24 +183,15 @@ def run_meta_forward(
 ) -> Tensor:  # (rows, S, C) on meta: images, tokens, channels
     """Run one forward pass through the family's `predict`, with prompts of full length, and return the velocity.
 
-    The conditioning has the tensors of the families in this package, such as `prompt_embeds`. Raises InputError if the
-    forward pass fails, because the configuration describes a network that cannot compute one, or because `predict` needs
-    other tensors.
+    Raises InputError if the forward pass fails, because the configuration describes a network that cannot compute one, or
+    because `predict` needs other tensors than those of the family's `example_conditioning`.
     """
-    net = policy.transformer.config
     tokens, channels = policy.noise(torch.Generator()).shape
     length = policy.max_tokens + config.extra_tokens + policy.image_text_tokens
-    width = net.get("joint_attention_dim") or net.get("cap_feat_dim")
-    # The mask is on the CPU, because its values determine shapes.
-    mask = torch.ones(rows, length, dtype=torch.bool)
+    is_own_family = not type(policy).__module__.startswith("chunk_grpo.")
     with torch.device("meta"):
-        pooled_width = net.get("pooled_projection_dim", 1)
-        conditioning = {
-            "prompt_embeds": torch.empty(rows, length, width, dtype=policy.dtype),
-            "prompt_embeds_mask": mask,
-            "pooled_prompt_embeds": torch.empty(rows, pooled_width, dtype=policy.dtype),
-        }
         try:
+            conditioning = policy.example_conditioning(rows, length)
             latents = torch.empty(rows, tokens, channels, dtype=policy.dtype)
             if policy.edits_images:
                 conditioning["image_latents"] = torch.empty_like(latents)
@@ -214,6 +205,11 @@ def run_meta_forward(
             ValueError,
         ) as error:
             reason = " ".join(str(error).split())[:160] or type(error).__name__
+            if is_own_family:
+                raise InputError(
+                    f"`family` must define a `predict` that computes on the meta device with the tensors of its "
+                    f"`example_conditioning`; {type(policy).__name__} does not ({type(error).__name__}: {reason})"
+                ) from None
             raise InputError(
                 f"model: transformer/config.json describes a network that cannot make a step ({reason})."
             ) from None
@@ -243,13 +239,11 @@ def _module_list_members(net: nn.Module) -> list[nn.Module]:
 # %% ../../nbs/03_models/08_cost.ipynb #e4dec84e
 @functools.cache
 def model_sizes(config: ModelConfig) -> dict[str, int]:
-    """Return the numbers of parameters of a model and the widths of its prompt embeddings, keyed by name.
+    """Return the numbers of parameters of a model's transformer, its VAE and the transformer's largest block, keyed by name.
 
-    `transformer`, `vae` and `block` (the transformer's largest block) are numbers of parameters. `token`
-    and `pooled` are the widths of a prompt token's state and of the pooled state; `pooled` is 0 if there is no such state.
+    The keys are `transformer`, `vae` and `block`.
     """
     policy = shared_meta_policy(config)
-    net = policy.transformer.config
     return {
         "transformer": policy.transformer.num_parameters(),
         "vae": policy.vae.num_parameters(),
@@ -257,8 +251,6 @@ def model_sizes(config: ModelConfig) -> dict[str, int]:
             sum(p.numel() for p in block.parameters())
             for block in _module_list_members(policy.transformer)
         ),
-        "token": net.get("joint_attention_dim") or net.get("cap_feat_dim"),
-        "pooled": net.get("pooled_projection_dim") or 0,
     }
 
 
@@ -300,8 +292,8 @@ def _source_image_numel(
 ) -> int:
     """Return how many values a source image adds to its prompt's embeddings: its latents and the states of its text tokens."""
     policy = shared_meta_policy(config, resolution)
-    states = policy.image_text_tokens * model_sizes(config)["token"]
-    return policy.noise(torch.Generator()).numel() + states
+    states = policy.example_conditioning(1, policy.image_text_tokens)["prompt_embeds"]
+    return policy.noise(torch.Generator()).numel() + states.numel()
 
 
 def prompt_embeds_bytes(
@@ -310,12 +302,13 @@ def prompt_embeds_bytes(
 ) -> int:
     """Return the number of bytes of one prompt's embeddings on disk.
 
-    The embeddings are the token states, the pooled state if there is one, and for a model that edits images also the
-    latents and the token states of the source image.
+    The embeddings are the tensors of the family's `example_conditioning` without masks, and for a model that edits images
+    also the latents and the token states of the source image.
     """
-    sizes = model_sizes(config)
+    policy = shared_meta_policy(config)
     tokens = settings.max_tokens + config.extra_tokens
-    values = tokens * sizes["token"] + sizes["pooled"]
+    embeds = policy.example_conditioning(1, tokens)
+    values = sum(x.numel() for x in embeds.values() if x.is_floating_point())
     if import_family(config.pipeline).edits_images:
         values += _source_image_numel(config, largest_training_size(settings))
     return values * TORCH_DTYPES[settings.dtype].itemsize

@@ -89,6 +89,22 @@ class FluxPolicy(Policy):
     }
 
     @classmethod
+    def pipeline_guidance(
+        cls,
+        guidance: float,  # scale that the transformer takes as an input
+        true_cfg_scale: float,  # classifier-free guidance scale; 1: off
+        negative_prompt: str,
+    ) -> dict:
+        """Return the pipeline's `guidance_scale`, and the arguments of classifier-free guidance if it is on."""
+        if true_cfg_scale <= 1:
+            return {"guidance_scale": guidance}
+        return {
+            "guidance_scale": guidance,
+            "true_cfg_scale": true_cfg_scale,
+            "negative_prompt": negative_prompt,
+        }
+
+    @classmethod
     def embeds_guidance(
         cls,
         transformer_config: dict,  # content of transformer/config.json
@@ -197,6 +213,18 @@ class SD3Policy(Policy):
     packed = 1  # latent pixels per side of a token
 
     @classmethod
+    def pipeline_guidance(
+        cls,
+        guidance: float,  # scale that the transformer takes as an input
+        true_cfg_scale: float,  # classifier-free guidance scale; 1: off
+        negative_prompt: str,
+    ) -> dict:
+        """Return the pipeline's `guidance_scale`, that of classifier-free guidance, and a negative prompt if there is one."""
+        if true_cfg_scale <= 1 or not negative_prompt:
+            return {"guidance_scale": true_cfg_scale}
+        return {"guidance_scale": true_cfg_scale, "negative_prompt": negative_prompt}
+
+    @classmethod
     def embeds_guidance(
         cls,
         transformer_config: dict,  # content of transformer/config.json
@@ -296,6 +324,18 @@ class ZImagePolicy(Policy):
     packed = 1  # latent pixels per side of a token
 
     @classmethod
+    def pipeline_guidance(
+        cls,
+        guidance: float,  # scale that the transformer takes as an input
+        true_cfg_scale: float,  # classifier-free guidance scale; 1: off
+        negative_prompt: str,
+    ) -> dict:
+        """Return the pipeline's `guidance_scale`, which starts at 0 instead of 1, and a negative prompt if there is one."""
+        if true_cfg_scale <= 1 or not negative_prompt:
+            return {"guidance_scale": true_cfg_scale - 1}
+        return {"guidance_scale": true_cfg_scale - 1, "negative_prompt": negative_prompt}
+
+    @classmethod
     def embeds_guidance(
         cls,
         transformer_config: dict,  # content of transformer/config.json
@@ -359,6 +399,18 @@ class QwenImagePolicy(Policy):
     known_configs = {"Qwen/Qwen-Image": ModelConfig("QwenImagePipeline")}
     noise = FluxPolicy.noise
     packed = FluxPolicy.packed
+
+    @classmethod
+    def pipeline_guidance(
+        cls,
+        guidance: float,  # scale that the transformer takes as an input
+        true_cfg_scale: float,  # classifier-free guidance scale; 1: off
+        negative_prompt: str,
+    ) -> dict:
+        """Return the arguments of classifier-free guidance if it is on."""
+        if true_cfg_scale <= 1:
+            return {}
+        return {"true_cfg_scale": true_cfg_scale, "negative_prompt": negative_prompt}
 
     @classmethod
     def embeds_guidance(
@@ -476,6 +528,16 @@ class Flux2KleinPolicy(Policy):
             (9, 8, 24, 32, 3 * 4096),
         )
     }
+
+    @classmethod
+    def pipeline_guidance(
+        cls,
+        guidance: float,  # scale that the transformer takes as an input
+        true_cfg_scale: float,  # classifier-free guidance scale; 1: off
+        negative_prompt: str,
+    ) -> dict:
+        """Return the pipeline's `guidance_scale`; the pipeline takes a negative prompt only as embeddings."""
+        return {"guidance_scale": true_cfg_scale}
 
     @classmethod
     def embeds_guidance(

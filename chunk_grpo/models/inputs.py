@@ -511,9 +511,14 @@ def _check_vocabulary(
 def import_class(
     path: str,  # such as "FluxPipeline" for a class of diffusers, or "package.module.Class"
 ) -> type:
-    """Import a class by its name and return it."""
+    """Import a class by its name and return it; raise InputError if it cannot be imported."""
     module, _, name = path.rpartition(".")
-    return getattr(importlib.import_module(module or "diffusers"), name)
+    try:
+        return getattr(importlib.import_module(module or "diffusers"), name)
+    except (AttributeError, ImportError) as error:
+        raise InputError(
+            f"model: {path!r} must be the name of a class in diffusers, or package.module.Class ({error})."
+        ) from error
 
 
 @functools.lru_cache(maxsize=8)
@@ -523,8 +528,8 @@ def _import_user_family(
 ) -> type:
     """Import the class of a family from outside this package.
 
-    Raises InputError unless it is a subclass of `Policy` that defines `pipeline`, `network_classes`, `noise`, `predict`,
-    `decode` and either `embed` or `encode`.
+    Raises InputError unless it is a subclass of `Policy` that defines `pipeline`, `network_classes`, `embed`, `noise`,
+    `predict` and `decode`.
     """
     from chunk_grpo.core.imports import import_callable
 
@@ -536,10 +541,6 @@ def _import_user_family(
             f"`family` must be a subclass of chunk_grpo.models.policy.Policy; got {name}"
         )
     needed = ("pipeline", "network_classes", "embed", "noise", "predict", "decode")
-    if (
-        family.encode is not policy_class.encode
-    ):  # it encodes prompts itself, without text encoders of diffusers
-        needed = tuple(part for part in needed if part != "embed")
     for part in needed:
         if not hasattr(family, part):
             raise InputError(
@@ -702,7 +703,7 @@ def _check_processor(
         reason = " ".join(str(error).split())[:120] or type(error).__name__
         hint = ""
         if importlib.util.find_spec("torchvision") is None:
-            hint = "; it needs torchvision, which is not installed: pip install torchvision"
+            hint = "; it needs torchvision, which is not installed: pip install -c constraints.txt torchvision"
         raise InputError(
             f"model: the processor in {folder}/{subfolder} cannot be used ({reason}){hint}."
         ) from None

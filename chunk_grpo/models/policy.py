@@ -363,6 +363,40 @@ class Family:
     ) -> None:
         """Raise InputError if the model does not allow classifier-free guidance of this scale; by default do nothing."""
 
+    @classmethod
+    def pipeline_guidance(
+        cls,
+        guidance: float,  # scale that the transformer takes as an input
+        true_cfg_scale: float,  # classifier-free guidance scale; 1: off
+        negative_prompt: str,
+    ) -> dict | None:
+        """Return the arguments with which the family's pipeline is guided like the policy; by default None: unknown.
+
+        The code in a model card passes them to the pipeline.
+        """
+        return None
+
+    def example_conditioning(
+        self,
+        count: int,  # rows of the batch
+        length: int,  # tokens of a prompt
+    ) -> dict[str, Tensor]:
+        """Return a conditioning for `predict` whose values do not matter, to count operations and bytes on the meta device.
+
+        It has the names `prompt_embeds`, `prompt_embeds_mask` and `pooled_prompt_embeds` of diffusers; a family whose
+        `predict` reads other names overrides this method. The mask is on the CPU, because its values determine shapes.
+        """
+        net = self.transformer.config
+        width = net.get("joint_attention_dim") or net.get("cap_feat_dim")
+        pooled_width = net.get("pooled_projection_dim") or 0
+        mask = torch.ones(count, length, dtype=torch.bool)
+        with torch.device("meta"):
+            return {
+                "prompt_embeds": torch.empty(count, length, width, dtype=self.dtype),
+                "prompt_embeds_mask": mask,
+                "pooled_prompt_embeds": torch.empty(count, pooled_width, dtype=self.dtype),
+            }
+
     def apply_guidance(
         self,
         prompt_velocity: Tensor,  # (B, S, C), velocity with the prompt

@@ -560,6 +560,15 @@ def load_trainable_policy(
             stored=TORCH_DTYPES.get(stored, torch.float32),
             masked=policy_class.masks_attention,
         )
+    if lora_rank:
+        pipeline_class = import_class(
+            import_family(check_pipeline_folder(fetch_model(model), family)).pipeline
+        )
+        if not hasattr(pipeline_class, "save_lora_weights"):
+            raise InputError(
+                f"`lora_rank` must be 0 for a {pipeline_class.__name__}, which has no method `save_lora_weights`; the mixins "
+                f"of diffusers.loaders, such as SD3LoraLoaderMixin, have one; got {lora_rank}"
+            )
     if lora_rank and lora_targets:
         _, network = build_meta_transformer(fetch_model(model), family)
         find_lora_layers(network, tuple(lora_targets))

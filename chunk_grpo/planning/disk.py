@@ -67,11 +67,14 @@ def count_encoded_prompts(
 ) -> int:
     """Return an upper bound on the number of prompts that a run encodes, including negative prompts.
 
+    It is at most the number of prompts in the run's lists, if the lists are on this machine.
+
     Raises InputError if the prompt lists have negative prompts that the run cannot use.
     """
-    prompts = (
-        settings.iterations * settings.prompts_per_iteration + settings.eval_count + extra_prompts
-    )
+    sampled = settings.iterations * settings.prompts_per_iteration
+    if prompt_list_exists(settings.prompts):
+        sampled = min(sampled, len(read_run_prompts(settings, "prompts")))
+    prompts = sampled + settings.eval_count + extra_prompts
     return prompts + _count_negative_prompts(settings, config, prompts)
 
 

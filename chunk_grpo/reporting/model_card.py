@@ -18,6 +18,7 @@ import chunk_grpo
 from ..core import settings as setting
 from ..evaluation import evaluate as evaluating
 from ..models import adapters, inputs
+from ..models.policy import Policy
 from ..planning.counts import read_held_out_prompts
 from ..pocket import POCKET_MODELS
 from . import tables
@@ -38,14 +39,14 @@ def is_hub_id(model: str) -> bool:
 
 def pipeline_options(
     settings: setting.Settings,  # of a run; the evaluation's steps, size and guidance are taken from it
-    pipeline: str,  # name of the pipeline's class in diffusers, such as FluxPipeline
+    family: type[Policy],  # of the run's model
     negative_prompt: str | None = None,  # None: the setting `negative_prompt`
 ) -> dict:
     """Return the arguments with which a diffusers pipeline samples as an evaluation does.
 
     They are num_inference_steps, height, width, max_sequence_length, and the pipeline's own ones for guidance, negative
     prompt and size. They do not include the prompt, the noise, FLUX.2's negative prompt, which its pipeline takes only as
-    embeddings, or the guidance of a pipeline that the package does not know.
+    embeddings, or the guidance of a family without `pipeline_guidance`.
     """
     _, (guidance, true_cfg_scale) = setting.guidance_scales(settings)
     if negative_prompt is None:
@@ -57,27 +58,15 @@ def pipeline_options(
         "width": width,
         "max_sequence_length": settings.max_tokens,
     }
-    guidance_scales = {
-        "StableDiffusion3Pipeline": true_cfg_scale,
-        "Flux2KleinPipeline": true_cfg_scale,
-        "ZImagePipeline": true_cfg_scale - 1,
-        "FluxPipeline": guidance,
-        "FluxKontextPipeline": guidance,
-    }
-    if pipeline in guidance_scales:
-        options["guidance_scale"] = guidance_scales[pipeline]
-    has_true_cfg = (
-        "FluxPipeline",
-        "FluxKontextPipeline",
-        "QwenImagePipeline",
-        "QwenImageEditPipeline",
+    options |= (
+        family.pipeline_guidance(
+            guidance=guidance, true_cfg_scale=true_cfg_scale, negative_prompt=negative_prompt
+        )
+        or {}
     )
-    if true_cfg_scale > 1:
-        if pipeline in has_true_cfg:
-            options |= {"true_cfg_scale": true_cfg_scale, "negative_prompt": negative_prompt}
-        elif negative_prompt and pipeline != "Flux2KleinPipeline":
-            options["negative_prompt"] = negative_prompt
-    if pipeline == "FluxKontextPipeline":  # without these, it replaces the size by one of its own
+    if (
+        family.pipeline == "FluxKontextPipeline"
+    ):  # without these, it replaces the size by one of its own
         options |= {"max_area": height * width, "_auto_resize": False}
     return options
 
@@ -102,6 +91,7 @@ def card_data(
     # hub id of the base; None: that of the run's model, if it is on the hub
     base: str | None = None,
     task: str = "text-to-image",  # what the model does, in the hub's words
+    layout: str = "diffusers",  # layout of an adapter: diffusers, peft or kohya
 ) -> ModelCardData:
     """Return a card's metadata, which the hub reads from its header: base model, licence, library, pipeline tag and tags."""
     if base is None and is_hub_id(settings.model):
@@ -118,7 +108,8 @@ def card_data(
         tags.append("lora")
     return ModelCardData(
         base_model=base,
-        library_name="diffusers",
+        # The hub shows code that loads the weights with this library; no library of the hub reads kohya's names reliably.
+        library_name=None if layout == "kohya" else layout,
         pipeline_tag=task,
         tags=tags,
         **licence,
@@ -251,19 +242,26 @@ def model_card(
     for key, text in descriptions.items():
         descriptions[key] = re.sub(r"(?<![\w:/.])/(?:[^/\s,'\"]+/)+", "", text)
 
-    family = inputs.check_pipeline_folder(inputs.fetch_model(settings.model), settings.family)
-    pipeline = inputs.import_family(family).pipeline
-    task = "image-to-image" if inputs.import_family(family).edits_images else "text-to-image"
+    family = inputs.import_family(
+        inputs.check_pipeline_folder(inputs.fetch_model(settings.model), settings.family)
+    )
+    # The module of a family in a file has a hash in its name; users import the file by its own name.
+    pipeline = re.sub(r"_of_family_[0-9a-f]+(?=\.)", "", family.pipeline)
+    task = "image-to-image" if family.edits_images else "text-to-image"
     prompts = read_quotable_prompts(run, settings, trust)
     prompt = next(iter(prompts), "a photo")
     negatives = inputs.read_run_negative_prompts(settings, ["eval_prompts"]) if prompts else {}
     negative_prompt = negatives.get(prompt, settings.negative_prompt)
-    _, (_, true_cfg_scale) = setting.guidance_scales(settings)
+    _, (guidance, true_cfg_scale) = setting.guidance_scales(settings)
+    # A family of one's own may not say how its pipeline is guided; the card then asks the reader to add it.
+    guidance_scales = {}
+    if family.pipeline_guidance(guidance, true_cfg_scale, negative_prompt) is None:
+        guidance_scales = {"guidance": guidance, "true_cfg_scale": true_cfg_scale}
     takes_embeddings = pipeline == "Flux2KleinPipeline" and true_cfg_scale > 1
     card = tables.render_template(
         "card.j2",
         **descriptions,
-        data=card_data(settings, base, task).to_yaml(),
+        data=card_data(settings, base, task, layout).to_yaml(),
         name=name,
         run_settings=settings,
         version=chunk_grpo.__version__,
@@ -274,7 +272,8 @@ def model_card(
         revision=revision,
         done=_final_iteration(run, settings) if is_final else int(weights.name),
         hybrid="hybrid" in evaluating.ode_arms(settings),
-        options=pipeline_options(settings, pipeline, negative_prompt),
+        options=pipeline_options(settings, family, negative_prompt),
+        unknown_guidance=guidance_scales,
         embedded_negative=negative_prompt if takes_embeddings else "",
         layout=layout,
         start=adapters.START_FILE if (run / adapters.START_FOLDER).is_dir() else "",

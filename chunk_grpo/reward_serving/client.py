@@ -108,8 +108,8 @@ def call_with_retries(
         return retrying(send)
     except TransientError as error:
         raise RewardUnavailable(
-            f"reward: {server_label} failed after {retries + 1} tries (the last: {error}); the run "
-            "can be resumed when the reward works again."
+            f"reward: {server_label} failed after {retries + 1} tries (the last: {error}); repeat the command, to "
+            "resume a run with `--resume`, when the reward works again."
         ) from None
 
 # %% ../../nbs/05_reward_serving/01_client.ipynb #e362956c
@@ -281,7 +281,8 @@ class RequestOptions(BaseModel):
         try:
             return cls(**options)
         except ValidationError as error:
-            raise InputError(validation_message(error)) from None
+            names = [name for name in cls.model_fields if name != "server_info"]
+            raise InputError(validation_message(error, option_names=names)) from None
 
 
 def _count_pixel_bytes(

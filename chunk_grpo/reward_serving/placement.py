@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['ENVIRONMENTS_DIR', 'HPSV3_PACKAGE_OPTIONS', 'SERVER_PACKAGES', 'WorkerOptions', 'ChildProcessReward',
-           'locate_environment', 'environment_python', 'create_environment', 'load_placed_reward']
+           'locate_environment', 'environment_python', 'create_environment', 'load_placed_reward',
+           'check_reward_options']
 
 # %% ../../nbs/05_reward_serving/02_placement.ipynb #86444cfc
 import contextlib
@@ -633,6 +634,31 @@ def load_placed_reward(
         **worker_options,
     )
     return server.start()
+
+
+def check_reward_options(
+    name: str,  # such as hpsv3, package.module:function, or file.py:function
+    options: Mapping[str, Any],  # as for `load_placed_reward`
+) -> None:
+    """Raise InputError if an option of a reward is unknown or has an invalid value, as far as that shows before loading.
+
+    No server is asked, no process is started, and no code that the user wrote is imported. The options of such code are
+    therefore not checked.
+    """
+    options = dict(options)
+    location = {key: options.pop(key, None) for key in EXTERNAL_REWARD_OPTIONS}
+    backend = options.pop("backend", "plain") if name == "hpsv3" else "plain"
+    if location["url"]:
+        client.RemoteReward.from_options(**{"url": location["url"], "reward": name} | options)
+        return
+    if any(location.values()) or backend == "package" or name == "ocr":
+        for option in WorkerOptions.model_fields:
+            if option in options:
+                WorkerOptions.from_options(**{option: options.pop(option)})
+    if backend == "package":
+        _check_package_options(options)
+    elif name in rewards.REWARD_LOADERS and name != "ocr":
+        rewards.check_shipped_reward_options(name, options)
 
 
 def _check_package_options(options: Mapping[str, Any]) -> None:

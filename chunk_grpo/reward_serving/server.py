@@ -445,7 +445,8 @@ def create_scoring_app(
         if token and not hmac.compare_digest(header, f"Bearer {token}".encode()):
             raise HTTPException(
                 401,
-                "`token` is missing or wrong; it must be the token with which the server was started",
+                "the token is missing or wrong; `token_variable` among the reward's options must name an environment "
+                "variable that holds the token with which the server was started",
             )
 
     app = FastAPI(

@@ -26,8 +26,8 @@ from ..core.settings import PRESETS_DIR, method_label
 from ..core.statistics import t_intervals
 from ..models.inputs import MODEL_FOLDERS, hash_model_files, fetch_model
 from chunk_grpo.reporting.figures import (
-    FURTHER_COLOURS,
     METHOD_COLOURS,
+    method_colour,
     create_subplots,
     with_house_style,
 )
@@ -372,7 +372,7 @@ def arm_colour(
 ) -> str:
     """Return the colour of an arm's method in figures."""
     settings = next(row["settings"] for row in rows if row["arm"] == arm)
-    return METHOD_COLOURS.get(method_label(SimpleNamespace(**settings)), FURTHER_COLOURS[0])
+    return method_colour(method_label(SimpleNamespace(**settings)))
 
 
 @with_house_style
