@@ -880,3 +880,32 @@ def test_a_rate_of_zero_is_rejected():
     assert isinstance(answer.exception, InputError) and "`--rate` must be above 0" in str(
         answer.exception
     )
+
+
+def test_a_forward_pass_in_bfloat16_keeps_no_copy_of_the_weights():
+    """Autocast would keep one of each weight until the pass ends: two bytes per weight of a full fine-tuning."""
+    model = trainable.load_trainable_policy(
+        "pocket", resolution=64, max_tokens=12, dtype="bfloat16"
+    )
+    latents = model.noise(torch.Generator().manual_seed(0))[None]
+    conditioning = model.encode(["a red star"])
+    with torch.no_grad(), activations.LiveBytesMode() as live:
+        model.velocity(latents, torch.tensor([0.5]), conditioning)
+    assert model.transformer.dtype == torch.float32
+    assert live.peak < sum(p.numel() for p in model.trained)
+
+
+def test_the_step_of_the_optimizer_takes_four_bytes_per_weight_on_a_gpu():
+    weights = [torch.nn.Parameter(torch.zeros(1000)) for _ in range(9)]
+    optimizer = torch.optim.AdamW(weights, foreach=True)  # torch's default on a GPU
+    for weight in weights:
+        weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    with activations.LiveBytesMode() as live:
+        optimizer.step()
+    assert live.peak == pytest.approx(4 * 9000, rel=0.01)
+
+    run_settings = settings.load_settings("pocket/tiny", {"lora_rank": 0})
+    config = find_model_config("pocket")
+    trained = count_trained_parameters(config, 0)
+    assert peak_memory(run_settings, config)[1]["optimizer step"] == 4 * trained

@@ -612,7 +612,8 @@ class Policy(Family):
             return self.velocity(latents[rows], sigma[rows], conditioning)[:count]
 
         if self.dtype != torch.float32:
-            precision: Any = torch.autocast(self.device.type, self.dtype)
+            # A forward pass uses each weight once, so autocast's cache would only keep a copy of all of them.
+            precision: Any = torch.autocast(self.device.type, self.dtype, cache_enabled=False)
         else:
             precision = contextlib.nullcontext()
         with precision:

@@ -122,8 +122,9 @@ def peak_memory(
 ) -> tuple[int, dict[str, int]]:  # bytes at the peak; bytes keyed by content
     """Estimate the peak device memory of one process, with the autoencoder and reward models.
 
-    The parts are those of `training_memory`, and autoencoder, rewards, sampling and decoding. Activations of an update,
-    those of sampling and decoding are never in memory together, so the total counts only the largest of the three. Only
+    The parts are those of `training_memory`, and autoencoder, rewards, sampling, decoding and optimizer step. Activations of
+    an update, those of sampling and decoding, and the temporary tensors of an optimizer step are never in memory together,
+    so the total counts only the largest of the four. Only
     the reward models in REWARD_MODEL_SIZES are counted, and not those with a `url` or on the CPU.
     """
     evaluated_images = settings.eval_count * settings.eval_images
@@ -161,7 +162,13 @@ def peak_memory(
         )
         for side, images, _ in batches
     )
-    by_turns = [parts[name] for name in ("activations", "sampling", "decoding")]
+    # On a GPU torch's AdamW updates all weights at once, and holds the square roots of their second moments meanwhile.
+    trained = count_trained_parameters(config, settings.lora_rank, settings.lora_targets)
+    shards = 1
+    if settings.sharding == "fsdp" and not settings.lora_rank:
+        shards = settings.sharding_group or processes
+    parts["optimizer step"] = trained * 4 // shards if settings.optimizer == "adamw" else 0
+    by_turns = [parts[name] for name in ("activations", "sampling", "decoding", "optimizer step")]
     return sum(parts.values()) - sum(by_turns) + max(by_turns), parts
 
 # %% ../../nbs/06_planning/01_memory.ipynb #a0a35455
