@@ -10,13 +10,16 @@ from huggingface_hub import constants
 from chunk_grpo import InputError
 from chunk_grpo.core.files import write_json
 from chunk_grpo.core.settings import load_settings, method_label
+from chunk_grpo.evaluation import parts
 from chunk_grpo.models import inputs
 from chunk_grpo.models.cost import find_model_config
 from chunk_grpo.reporting.model_card import card_data, is_hub_id, model_card
 from chunk_grpo.reporting.reports import group_runs
+from chunk_grpo.rewards import scorers
 from chunk_grpo.runs import run_folder
 from chunk_grpo.studies import study
 from chunk_grpo.studies.design import Trial, comparable_settings
+from chunk_grpo.training.state import prepare_state
 
 FIRST, SECOND = "a" * 40, "b" * 40
 
@@ -163,3 +166,57 @@ def test_a_revision_changes_neither_the_sizes_nor_the_rows_of_a_study():
     assert find_model_config(f"{flux}@{FIRST}") == find_model_config(flux)
     rows = [comparable_settings({"model": model}) for model in (flux, f"{flux}@{FIRST}")]
     assert rows[0] == rows[1]
+
+
+REWARD = """
+from chunk_grpo.rewards.scorers import fetch_hub_file
+
+
+class Constant:
+    def __init__(self, weights="people/scores"):
+        self.score = float(fetch_hub_file("weights", weights, "score.txt", weights).read_text())
+
+    def __call__(self, images, prompts):
+        return [self.score] * len(images)
+"""
+
+
+def test_a_run_keeps_the_commits_of_its_rewards(tmp_path, monkeypatch):
+    """When it is resumed or evaluated after a push, the scores are still those of the same weights."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(scorers, "_hub_commits", {})
+    folder = tmp_path / "hub/models--people--scores"
+
+    def push_score(commit, score):
+        """Add a commit with a score to the cached repository, as the branch main."""
+        (folder / "snapshots" / commit).mkdir(parents=True)
+        (folder / "snapshots" / commit / "score.txt").write_text(score)
+        (folder / "refs").mkdir(exist_ok=True)
+        (folder / "refs/main").write_text(commit)
+
+    def load_score(run):
+        """Return the score of a run's reward, in a process that has loaded no reward before."""
+        scorers._hub_commits.clear()
+        state = prepare_state(run_folder.read_run_settings(run), run)
+        return state.rewards[name](range(1), ["a star"])[0]
+
+    push_score(FIRST, "1")
+    (tmp_path / "constant.py").write_text(REWARD)
+    name = f"{tmp_path / 'constant.py'}:Constant"
+    values = {"reward": name, "eval_rewards": [], "device": "cpu"}
+    run = run_folder.create_run(load_settings("pocket/tiny", values), tmp_path / "run")
+    assert load_score(run) == 1
+    assert run_folder.read_run_info(run)["reward_commits"] == {"people/scores": FIRST}
+
+    push_score(SECOND, "2")
+    assert load_score(run) == 1
+    scorers._hub_commits.clear()
+    evaluated = parts.load_scorers(run_folder.read_run_settings(run), run)
+    assert evaluated[name](range(1), ["a star"]) == [1.0]
+
+    new = run_folder.create_run(load_settings("pocket/tiny", values), tmp_path / "new")
+    assert load_score(new) == 2
+    values["reward_options"] = {name: {"weights": f"people/scores@{FIRST}"}}
+    chosen = run_folder.create_run(load_settings("pocket/tiny", values), tmp_path / "chosen")
+    assert load_score(chosen) == 1

@@ -62,13 +62,14 @@ from chunk_grpo.models.inputs import (
 )
 from ..reward_serving import placement
 from ..rewards import rewards
+from ..rewards.scorers import pin_hub_commits
 from chunk_grpo.runs.processes import (
     default_process_count,
     use_torch_threads,
     format_sampling_progress,
     run_in_processes,
 )
-from ..runs.run_folder import check_run_inputs, check_trust, run_origin
+from ..runs.run_folder import check_run_inputs, check_trust, read_run_info, run_origin
 from ..training import checkpoints
 
 # %% ../../nbs/10_evaluation/08_benchmarks.ipynb #ea6d0e93
@@ -806,6 +807,7 @@ def run_benchmark(
             )
         check_option_names(reward_options or {}, reward_names if task.uses_rewards else ())
         scorers = None
+        pin_hub_commits(read_run_info(folder).get("reward_commits", {}))
         options = {name: dict(values) for name, values in settings.reward_options.items()}
         for reward_name, values in (reward_options or {}).items():
             options[reward_name] = options.get(reward_name, {}) | dict(values)

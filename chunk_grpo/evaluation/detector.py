@@ -6,6 +6,7 @@
 __all__ = ['GENEVAL_COLOURS', 'GENEVAL_CLIP_ID', 'load_detector', 'DetectedObject', 'detect_objects', 'load_colour_classifier']
 
 # %% ../../nbs/10_evaluation/03_detector.ipynb #8806cce4
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +20,7 @@ from torch import Tensor
 from .. import InputError
 from ..core.files import read_json
 from ..core.machine import disable_tf32
+from ..rewards.scorers import fetch_hub_file, split_source
 
 # %% ../../nbs/10_evaluation/03_detector.ipynb #50bee796
 def load_detector(
@@ -37,12 +39,17 @@ def load_detector(
     source_file = Path(name) / "source.json"  # written by tools/convert_detector.py
     source = read_json(source_file) if source_file.is_file() else None
     try:
-        config = Mask2FormerConfig.from_pretrained(name)
+        with contextlib.suppress(InputError):  # the lines below say what is wrong
+            fetch_hub_file("detector", name, "config.json", str(name))
+        network, revision = split_source(name)
+        config = Mask2FormerConfig.from_pretrained(network, revision=revision)
         if config.num_labels != 80:
             raise InputError(
                 f"`detector` must detect the 80 classes of COCO; {str(name)!r} detects {config.num_labels}"
             )
-        model = Mask2FormerForUniversalSegmentation.from_pretrained(name, dtype=torch.float32)
+        model = Mask2FormerForUniversalSegmentation.from_pretrained(
+            network, revision=revision, dtype=torch.float32
+        )
     except InputError:  # the one above, which is a ValueError, too
         raise
     except (OSError, ValueError) as error:  # all errors of the hub are one of these
@@ -251,10 +258,13 @@ def load_colour_classifier(
     from transformers import AutoTokenizer, CLIPImageProcessorPil, CLIPModel
 
     try:
-        model = CLIPModel.from_pretrained(name, dtype=torch.float32)
+        with contextlib.suppress(InputError):  # the lines below say what is wrong
+            fetch_hub_file("clip", name, "config.json", GENEVAL_CLIP_ID)
+        repository, revision = split_source(name)
+        model = CLIPModel.from_pretrained(repository, revision=revision, dtype=torch.float32)
         model = model.eval().requires_grad_(False).to(device)
-        tokenizer = AutoTokenizer.from_pretrained(name)
-        processor = CLIPImageProcessorPil.from_pretrained(name)
+        tokenizer = AutoTokenizer.from_pretrained(repository, revision=revision)
+        processor = CLIPImageProcessorPil.from_pretrained(repository, revision=revision)
     except (OSError, ValueError) as error:  # all errors of the hub are one of these
         raise InputError(
             f"`clip` must be a folder of a CLIP or a hub id that can be reached; got {str(name)!r} "

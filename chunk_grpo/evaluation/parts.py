@@ -63,11 +63,13 @@ from ..models.policy import Policy
 from ..reward_serving import placement
 from ..rewards import rewards
 from ..rewards.images import images_to_tensor
+from ..rewards.scorers import pin_hub_commits
 from ..training import checkpoints
 from ..runs.processes import use_torch_threads, format_sampling_progress
 from chunk_grpo.runs.run_folder import (
     check_trust,
     file_of_run,
+    read_run_info,
     read_run_settings,
     run_origin,
 )
@@ -339,6 +341,8 @@ def load_scorers(
         run_settings = read_run_settings(run)
         run_rewards = (*reward_weights(run_settings), *run_settings.eval_rewards)
     scorers = {}
+    if run:
+        pin_hub_commits(read_run_info(run).get("reward_commits", {}))
     for name in names:
         options = settings.reward_options.get(name, {})
         use_working_folder = name not in run_rewards

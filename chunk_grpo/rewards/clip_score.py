@@ -28,7 +28,13 @@ from chunk_grpo.rewards.images import (
     ImageTransform,
     transform_images,
 )
-from .scorers import ModelScorer, load_tokenizer, fetch_hub_file, resolve_device
+from chunk_grpo.rewards.scorers import (
+    ModelScorer,
+    fetch_hub_file,
+    load_tokenizer,
+    resolve_device,
+    split_source,
+)
 
 _CLIP_ID = "openai/clip-vit-large-patch14"
 _PICKSCORE_ID = "yuvalkirstain/PickScore_v1"
@@ -134,8 +140,9 @@ def _load_clip(
     for name in ("config.json", "model.safetensors"):
         fetch_hub_file("weights", weights, name, model_id)
     model_class: Any = CLIPModel
+    name, revision = split_source(weights)
     model, report = model_class.from_pretrained(
-        weights, dtype=scorer_dtype, output_loading_info=True
+        name, revision=revision, dtype=scorer_dtype, output_loading_info=True
     )
     # transformers fills missing weights with random numbers and only warns.
     missing = sorted(report["missing_keys"])

@@ -23,7 +23,13 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_res
 import chunk_grpo
 from .. import InputError
 from .images import Images, images_to_tensor, normalize_images, resize_like_pillow
-from .scorers import ModelScorer, load_tokenizer, fetch_hub_file, resolve_device
+from chunk_grpo.rewards.scorers import (
+    ModelScorer,
+    fetch_hub_file,
+    load_tokenizer,
+    resolve_device,
+    split_source,
+)
 
 _HPSV3_ID, _HPSV3_BASE_ID = "MizzenAI/HPSv3", "Qwen/Qwen2-VL-7B-Instruct"
 IMAGE_FACTOR = 28  # side of the square that one token covers, pixels
@@ -256,7 +262,8 @@ def load_hpsv3(
         )
 
     # The models are built without allocating memory; `assign` below makes the file's tensors their weights.
-    config: Any = Qwen2VLConfig.from_pretrained(base)
+    base_name, revision = split_source(base)
+    config: Any = Qwen2VLConfig.from_pretrained(base_name, revision=revision)
     config.text_config.vocab_size = rows
     model_class: Any = Qwen2VLModel  # transformers' types lack the usual `to`
     with init_empty_weights(include_buffers=False):

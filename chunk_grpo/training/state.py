@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .. import InputError
 from ..core import settings as setting
-from ..core.files import RunInfo, read_json
+from ..core.files import RunInfo, read_json, write_json
 from chunk_grpo.core.machine import (
     check_environment_variables,
     choose_device,
@@ -46,6 +46,7 @@ from ..models.activations import fit_update_batch
 from ..models.cost import read_model_config
 from ..reward_serving import placement
 from ..rewards.rewards import check_prompts, extra_inputs, make_scoring_executor
+from ..rewards.scorers import pin_hub_commits, read_hub_commits
 from .method import Method
 from .method_loading import load_method
 from .rollout import ImageKey, RolloutOptions, draw_size
@@ -328,6 +329,9 @@ def prepare_state(
     names = dict.fromkeys([*trained_on, *settings.eval_rewards])
     prompt_sizes = read_prompt_sizes(settings)
     scorers = {}
+    # A resumed run takes the weights of its rewards from the commits with which it began.
+    recorded_commits = run_info.get("reward_commits", {})
+    pin_hub_commits(recorded_commits)
     with contextlib.ExitStack() as closing:
         for name in names:
             options = settings.reward_options.get(name, {})
@@ -341,6 +345,8 @@ def prepare_state(
         check_prompts(training_scorers, prompts, "prompts", records)
         check_prompts(scorers, held_out, "eval_prompts", held_out_records)
         closing.pop_all()  # all checks have passed, so the rewards stay open
+    if accelerator.is_main_process and run_info and read_hub_commits() != recorded_commits:
+        write_json(file, read_json(file) | {"reward_commits": read_hub_commits()})
     return TrainingState(
         settings=settings,
         run=Path(run),
