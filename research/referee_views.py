@@ -288,25 +288,20 @@ def plot_pairs_by_world(
     studies: Sequence[str],  # complete worlds
     pairs: Sequence[Sequence[str]],  # arms: first minus second
 ) -> Figure:
-    """Draw the differences of pairs of arms in several worlds, as shares of what `steps` gains in each.
-
-    The shaded band ends at the smallest effect of interest, a tenth of that gain. The intervals are over seeds, 95%.
-    """
+    """Draw the differences of pairs of arms in several worlds, in units of the outcome, with 95% intervals over seeds."""
     figure = Figure(figsize=(8.4, 1.4 + 0.42 * len(pairs)), layout="constrained")
     axis = figure.subplots()
-    axis.axvspan(-0.1, 0.1, color="#E5E5E5", linewidth=0)
     axis.axvline(0, color="#7F7F7F", linewidth=0.8)
     colours = ("#0072B2", "#D55E00", "#117733", "#882255")
     for number, study in enumerate(studies):
         plan = load_study(study)
         rows = analysis.load_study_rows(study)
-        scale = gains_and_costs(study)["mean"][plan.reference]
         table = analysis.contrast_table(rows, {"": pairs}, plan.outcome)
         offset = 0.5 * (number - (len(studies) - 1) / 2) / max(len(studies), 2)
         axis.errorbar(
-            table["mean"] / scale,
+            table["mean"],
             np.arange(len(pairs)) + offset,
-            xerr=(table.hi - table["mean"]) / abs(scale),
+            xerr=table.hi - table["mean"],
             fmt="o",
             color=colours[number],
             markersize=5,
@@ -315,7 +310,7 @@ def plot_pairs_by_world(
         )
     axis.set_yticks(range(len(pairs)), [f"{one} minus {other}" for one, other in pairs])
     axis.invert_yaxis()
-    axis.set_xlabel("difference, as a share of what steps gains in the same world")
+    axis.set_xlabel("difference in the gain")
     axis.legend(frameon=False, fontsize=8)
     return figure
 

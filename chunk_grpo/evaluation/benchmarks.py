@@ -23,6 +23,7 @@ from PIL import Image
 from .. import InputError
 from ..core import settings as setting
 from chunk_grpo.core.files import (
+    RunInfo,
     append_json_line,
     atomic_write,
     drop_partial_line,
@@ -69,7 +70,7 @@ from chunk_grpo.runs.processes import (
     format_sampling_progress,
     run_in_processes,
 )
-from ..runs.run_folder import check_run_inputs, check_trust, read_run_info, run_origin
+from ..runs.run_folder import check_run_inputs, check_trust, run_origin
 from ..training import checkpoints
 
 # %% ../../nbs/10_evaluation/08_benchmarks.ipynb #ea6d0e93
@@ -807,7 +808,7 @@ def run_benchmark(
             )
         check_option_names(reward_options or {}, reward_names if task.uses_rewards else ())
         scorers = None
-        pin_hub_commits(read_run_info(folder).get("reward_commits", {}))
+        pin_hub_commits(read_json(folder / "run.json", RunInfo).get("reward_commits", {}))
         options = {name: dict(values) for name, values in settings.reward_options.items()}
         for reward_name, values in (reward_options or {}).items():
             options[reward_name] = options.get(reward_name, {}) | dict(values)
