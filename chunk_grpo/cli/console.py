@@ -219,4 +219,6 @@ def check_trust(
     from chunk_grpo.runs import run_folder  # here, since it imports torch
 
     names = [text.partition("=")[0] for text in overrides]
-    run_folder.check_trust(run, trust, names, action, loads_rewards)
+    run_folder.check_trust(
+        run=run, trust=trust, changed=names, action=action, loads_rewards=loads_rewards
+    )

@@ -507,7 +507,9 @@ def sample_benchmark(
     """
     benchmark = load_benchmark_task(*task)
     check_trust(run, trust, changed_setting_names(changes))
-    settings, arms = prepare_benchmark(run, benchmark, out, changes, checkpoint)
+    settings, arms = prepare_benchmark(
+        run=run, task=benchmark, out=out, changes=changes, checkpoint=checkpoint
+    )
     weights_folder = None  # the final weights
     if checkpoint is not None:
         weights_folder = checkpoints.checkpoint_folder(run, checkpoint)
@@ -828,7 +830,9 @@ def run_benchmark(
         rewards.check_prompts(scorers or {}, task.prompts, "`benchmark`", task.records or None)
         task.load_models(inputs)
 
-        settings, arms = prepare_benchmark(folder, task, out, changes, checkpoint)
+        settings, arms = prepare_benchmark(
+            run=folder, task=task, out=out, changes=changes, checkpoint=checkpoint
+        )
         if any(task.missing_images(out / arm) for arm in arms):
             if processes > 1:
                 arguments = {

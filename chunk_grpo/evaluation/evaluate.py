@@ -489,7 +489,9 @@ def evaluate(
     run_folder.check_run_inputs(run, settings)
     check_guidance(settings)
     prompts = read_run_prompts(settings, "eval_prompts")
-    folder = unfinished_evaluation_folder(run, settings, arms, prompts, checkpoint)
+    folder = unfinished_evaluation_folder(
+        run=run, settings=settings, arms=arms, prompts=prompts, checkpoint=checkpoint
+    )
     parts = evaluation_parts(settings, len(prompts), arms)
 
     summary = count_prompts(prompts) | {

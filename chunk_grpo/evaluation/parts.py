@@ -27,9 +27,11 @@ from PIL import Image
 from .. import InputError
 from chunk_grpo.core.files import (
     EvaluationPart,
+    RunInfo,
     append_json_line,
     atomic_write,
     make_folders,
+    read_json,
     read_json_lines,
     remove_abandoned_files,
     sync_to_disk,
@@ -69,7 +71,6 @@ from ..runs.processes import use_torch_threads, format_sampling_progress
 from chunk_grpo.runs.run_folder import (
     check_trust,
     file_of_run,
-    read_run_info,
     read_run_settings,
     run_origin,
 )
@@ -342,7 +343,7 @@ def load_scorers(
         run_rewards = (*reward_weights(run_settings), *run_settings.eval_rewards)
     scorers = {}
     if run:
-        pin_hub_commits(read_run_info(run).get("reward_commits", {}))
+        pin_hub_commits(read_json(run / "run.json", RunInfo).get("reward_commits", {}))
     for name in names:
         options = settings.reward_options.get(name, {})
         use_working_folder = name not in run_rewards

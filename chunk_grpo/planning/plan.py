@@ -410,7 +410,13 @@ def _describe_device(
         )
     ]
     if not fits:
-        changes, least = _find_savings(settings, config, device, processes, references)
+        changes, least = _find_savings(
+            settings=settings,
+            config=config,
+            device=device,
+            processes=processes,
+            reference_weights=references,
+        )
         if changes is None:
             text = f"no setting that `plan` tries: with all savings the run still takes {least / 1e9:.0f} GB"
         else:

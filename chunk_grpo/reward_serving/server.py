@@ -480,7 +480,10 @@ def create_scoring_app(
         except ValueError as error:
             raise HTTPException(400, str(error)) from None
         try:
-            return {"scores": call_reward(name, reward, images, prompts, inputs), "name": name}
+            scores = call_reward(
+                name=name, reward=reward, images=images, prompts=prompts, inputs=inputs
+            )
+            return {"scores": scores, "name": name}
         except Exception as error:  # the client gets whatever a reward raises
             raise HTTPException(422, format_error(error)) from None
 

@@ -260,7 +260,9 @@ def score_images(
         raise InputError(
             f"`prompts` must be one per image; got {len(prompts)} for {len(images)} images"
         )
-    inputs = _select_inputs(name, reward, prompts, records, groups)
+    inputs = _select_inputs(
+        name=name, reward=reward, prompts=prompts, records=records, groups=groups
+    )
     batches = []
     for batch_slice in batch_slices(len(prompts), batch, inputs.get("groups")):
         batch_prompts = prompts[batch_slice]
@@ -488,7 +490,9 @@ class StreamingScores:
         # batches of each reward that have not been submitted yet, in order
         self.pending: dict[str, list[slice]] = {}
         for name, reward in self.scorers.items():
-            inputs = _select_inputs(name, reward, self.prompts, records, groups)
+            inputs = _select_inputs(
+                name=name, reward=reward, prompts=self.prompts, records=records, groups=groups
+            )
             self.pending[name] = batch_slices(len(self.prompts), batch, inputs.get("groups"), sizes)
         self.futures: dict[str, list[Future]] = {name: [] for name in self.scorers}
 

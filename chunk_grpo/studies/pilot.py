@@ -383,7 +383,9 @@ def tune_study(
         if i == study.tune_growth:
             break
         further = next_points(study, best_points)
-        further = repair_points(home, study, further, best_points, log)
+        further = repair_points(
+            home=home, study=study, points=further, choices=best_points, log=log
+        )
         if not further:
             break
         for arm, points in further.items():
