@@ -389,7 +389,7 @@ class Family:
         net = self.transformer.config
         width = net.get("joint_attention_dim") or net.get("cap_feat_dim")
         pooled_width = net.get("pooled_projection_dim") or 0
-        mask = torch.ones(count, length, dtype=torch.bool)
+        mask = torch.ones(count, length, dtype=torch.bool, device="cpu")
         with torch.device("meta"):
             return {
                 "prompt_embeds": torch.empty(count, length, width, dtype=self.dtype),
