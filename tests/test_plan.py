@@ -489,7 +489,7 @@ def test_what_does_not_fit_is_said():
     )
     assert (
         answer.exit_code == 0
-        and "does not fit, 26" in answer.output
+        and "does not fit, 302" in answer.output
         and "of 80 GB" in answer.output
     )
 

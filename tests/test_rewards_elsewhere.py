@@ -138,7 +138,7 @@ def test_a_reward_that_dies_hangs_and_fails(tmp_path, monkeypatch):
     faults.write_text("die\ndie")
     with pytest.raises(
         InputError,
-        match="the worker of tiny_rewards:faulty failed after 2 tries.*can be resumed",
+        match="the worker of tiny_rewards:faulty failed after 2 tries.*resume a run",
     ):
         train(there, chosen)
     assert [line["iteration"] for line in metrics(there)] == [0, 1]

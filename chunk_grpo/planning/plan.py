@@ -435,7 +435,7 @@ def _describe_device(
     rows.append(
         (
             "  at once",
-            "activations or decoding, never both; text encoders only before the first iteration",
+            "one of activations, sampling, decoding and optimizer step; text encoders only before the first iteration",
         )
     )
 
