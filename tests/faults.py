@@ -82,6 +82,7 @@ class Watch:
 
     def __init__(self, plan: Plan):
         self.plan, self.pid, self.count, self.within = plan, 0, 0, False
+        self.main_pid = os.getpid()  # of the command; its trials are forked from it or from a child of it
 
     def relative(self, path, dir_fd=None) -> str:
         """A path under the folder, a dot for the folder itself, or nothing."""
@@ -123,7 +124,7 @@ class Watch:
             half()
         if self.plan.kind in ("kill", "half"):
             if role != "main":
-                os.kill(os.getppid(), signal.SIGKILL)
+                os.kill(self.main_pid, signal.SIGKILL)
             os.kill(os.getpid(), signal.SIGKILL)
         if self.plan.kind == "ENOSPC":
             os.close(REAL["open"](self.plan.full, os.O_WRONLY | os.O_CREAT))
