@@ -82,7 +82,8 @@ class Watch:
 
     def __init__(self, plan: Plan):
         self.plan, self.pid, self.count, self.within = plan, 0, 0, False
-        self.main_pid = os.getpid()  # of the command; its trials are forked from it or from a child of it
+        # Of the command; its trials are forked from it or from a child of it.
+        self.main_pid = os.getpid()
 
     def relative(self, path, dir_fd=None) -> str:
         """A path under the folder, a dot for the folder itself, or nothing."""
