@@ -325,9 +325,8 @@ class RunInfo(TypedDict, total=False):
     code: dict[str, dict[str, str]]  # code files that the settings name, from `user_code.find_code`
     inputs: dict[str, str]  # quickly computed fingerprints of model and prompts, to detect changes
     requested_model: str  # the setting `model` before a hub id got its commit
-    reward_commits: dict[
-        str, str
-    ]  # repository on the hub -> commit with the weights of rewards in the training process
+    # repository on the hub -> commit with the weights of rewards in the training process
+    reward_commits: dict[str, str]
     processes: Annotated[int, Field(ge=1)]  # training processes, over all nodes
     seconds: _NonNegativeFloat | None  # duration of the run, without interruptions
     started: float | None  # Unix time of the first start; None: not started yet

@@ -111,9 +111,8 @@ def validation_message(
     error: ValidationError,  # raised by pydantic
     # class whose fields the message describes by `describe_field`, such as Settings; None: pydantic's wording
     settings_class: type[BaseModel] | None = None,
-    option_names: Sequence[
-        str
-    ] = (),  # known options, of which the message suggests one for a misspelt name
+    # known options, of which the message suggests one for a misspelt name
+    option_names: Sequence[str] = (),
 ) -> str:
     """Describe the first problem of an error in one sentence, such as "`heat` must be a number above 0; got -1".
 

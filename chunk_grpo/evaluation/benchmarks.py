@@ -772,8 +772,8 @@ def run_benchmark(
     reward_names: Sequence[str] = (),  # empty: the rewards of the run
     # reward -> options that add to those of the run or replace them
     reward_options: Mapping[str, Mapping] | None = None,
-    tools: Mapping
-    | None = None,  # see `score_benchmark`; GenEval's default to the run's options of the reward geneval
+    # see `score_benchmark`; GenEval's default to the run's options of the reward geneval
+    tools: Mapping | None = None,
     log: Callable[[str], None] = lambda text: None,  # called with progress messages
     trust: bool = False,  # load and execute what a run from elsewhere names
     # use the checkpoint after this many iterations, and a folder such as geneval-000050; None: final weights

@@ -64,9 +64,8 @@ def pipeline_options(
         )
         or {}
     )
-    if (
-        family.pipeline == "FluxKontextPipeline"
-    ):  # without these, it replaces the size by one of its own
+    # without these, it replaces the size by one of its own
+    if family.pipeline == "FluxKontextPipeline":
         options |= {"max_area": height * width, "_auto_resize": False}
     return options
 
