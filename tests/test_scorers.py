@@ -266,7 +266,7 @@ def test_without_weights_the_sentence_says_what_is_needed(name, monkeypatch, tmp
 
 
 def test_a_file_that_is_on_the_machine_is_found_behind_a_broken_proxy(monkeypatch, tmp_path):
-    def answer_403(repository, file, local_files_only=False):
+    def answer_403(repository, file, revision=None, local_files_only=False):
         if not local_files_only:
             raise OSError("403 Forbidden")
         return str(tmp_path / file)
