@@ -12,7 +12,7 @@ from PIL import Image
 
 from chunk_grpo.core.files import read_json, write_json
 
-WATCH = """import os, sys
+WATCH = """import os, subprocess, sys
 
 def watch(event, words):
     if event in ("subprocess.Popen", "os.exec", "os.posix_spawn"):
@@ -32,6 +32,16 @@ def say(*line):
 
 log = os.open(os.environ["WATCH_LOG"], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
 sys.addaudithook(watch)
+
+start = subprocess.Popen.__init__
+
+def start_watched(self, *words, env=None, **options):
+    # A command that starts a program without PYTHONPATH must not hide what the program does.
+    if env is not None and "PYTHONPATH" not in env:
+        env = {**env, "PYTHONPATH": os.path.dirname(__file__)}
+    start(self, *words, env=env, **options)
+
+subprocess.Popen.__init__ = start_watched
 """
 EVIL = """import pathlib
 pathlib.Path(__file__).with_name("ran").touch()
