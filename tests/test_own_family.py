@@ -43,7 +43,7 @@ class Renamed(Own):
     def predict(self, latents, sigma, rows):
         return super().predict(latents, sigma, {name[3:]: row for name, row in rows.items()})
 
-    pipeline_guidance = Policy.pipeline_guidance
+    pipeline_arguments = Policy.pipeline_arguments
 
 
 class Complete(Renamed):

@@ -23,7 +23,7 @@ from chunk_grpo.models.families import (
 )
 from ..core.settings import image_size
 from .inputs import open_source_image
-from .policy import ModelConfig, Policy
+from .policy import ModelConfig, PipelineSampling, Policy
 
 # %% ../../nbs/03_models/07_editing.ipynb #dde8b46c
 def encode_source_images(
@@ -68,6 +68,15 @@ class FluxKontextPolicy(FluxPolicy):
             "FluxKontextPipeline", '{"guidance_embeds": true}', _FLUX_VAE
         )
     }
+
+    @classmethod
+    def pipeline_arguments(
+        cls,
+        sampling: PipelineSampling,
+    ) -> dict:
+        """Return FLUX's arguments, and those that keep the pipeline from replacing the size by one of its own."""
+        own_size = {"max_area": sampling.height * sampling.width, "_auto_resize": False}
+        return super().pipeline_arguments(sampling) | own_size
 
     def set_resolution(
         self,

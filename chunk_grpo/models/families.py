@@ -24,6 +24,7 @@ from ..core.settings import image_size
 from chunk_grpo.models.policy import (
     LORA_TARGETS,
     ModelConfig,
+    PipelineSampling,
     Policy,
     native_shift,
     scheduler_config,
@@ -89,19 +90,17 @@ class FluxPolicy(Policy):
     }
 
     @classmethod
-    def pipeline_guidance(
+    def pipeline_arguments(
         cls,
-        guidance: float,  # scale that the transformer takes as an input
-        true_cfg_scale: float,  # classifier-free guidance scale; 1: off
-        negative_prompt: str,
+        sampling: PipelineSampling,
     ) -> dict:
         """Return the pipeline's `guidance_scale`, and the arguments of classifier-free guidance if it is on."""
-        if true_cfg_scale <= 1:
-            return {"guidance_scale": guidance}
+        if sampling.true_cfg_scale <= 1:
+            return {"guidance_scale": sampling.guidance}
         return {
-            "guidance_scale": guidance,
-            "true_cfg_scale": true_cfg_scale,
-            "negative_prompt": negative_prompt,
+            "guidance_scale": sampling.guidance,
+            "true_cfg_scale": sampling.true_cfg_scale,
+            "negative_prompt": sampling.negative_prompt,
         }
 
     @classmethod
@@ -213,16 +212,17 @@ class SD3Policy(Policy):
     packed = 1  # latent pixels per side of a token
 
     @classmethod
-    def pipeline_guidance(
+    def pipeline_arguments(
         cls,
-        guidance: float,  # scale that the transformer takes as an input
-        true_cfg_scale: float,  # classifier-free guidance scale; 1: off
-        negative_prompt: str,
+        sampling: PipelineSampling,
     ) -> dict:
         """Return the pipeline's `guidance_scale`, that of classifier-free guidance, and a negative prompt if there is one."""
-        if true_cfg_scale <= 1 or not negative_prompt:
-            return {"guidance_scale": true_cfg_scale}
-        return {"guidance_scale": true_cfg_scale, "negative_prompt": negative_prompt}
+        if sampling.true_cfg_scale <= 1 or not sampling.negative_prompt:
+            return {"guidance_scale": sampling.true_cfg_scale}
+        return {
+            "guidance_scale": sampling.true_cfg_scale,
+            "negative_prompt": sampling.negative_prompt,
+        }
 
     @classmethod
     def embeds_guidance(
@@ -324,16 +324,17 @@ class ZImagePolicy(Policy):
     packed = 1  # latent pixels per side of a token
 
     @classmethod
-    def pipeline_guidance(
+    def pipeline_arguments(
         cls,
-        guidance: float,  # scale that the transformer takes as an input
-        true_cfg_scale: float,  # classifier-free guidance scale; 1: off
-        negative_prompt: str,
+        sampling: PipelineSampling,
     ) -> dict:
         """Return the pipeline's `guidance_scale`, which starts at 0 instead of 1, and a negative prompt if there is one."""
-        if true_cfg_scale <= 1 or not negative_prompt:
-            return {"guidance_scale": true_cfg_scale - 1}
-        return {"guidance_scale": true_cfg_scale - 1, "negative_prompt": negative_prompt}
+        if sampling.true_cfg_scale <= 1 or not sampling.negative_prompt:
+            return {"guidance_scale": sampling.true_cfg_scale - 1}
+        return {
+            "guidance_scale": sampling.true_cfg_scale - 1,
+            "negative_prompt": sampling.negative_prompt,
+        }
 
     @classmethod
     def embeds_guidance(
@@ -401,16 +402,17 @@ class QwenImagePolicy(Policy):
     packed = FluxPolicy.packed
 
     @classmethod
-    def pipeline_guidance(
+    def pipeline_arguments(
         cls,
-        guidance: float,  # scale that the transformer takes as an input
-        true_cfg_scale: float,  # classifier-free guidance scale; 1: off
-        negative_prompt: str,
+        sampling: PipelineSampling,
     ) -> dict:
         """Return the arguments of classifier-free guidance if it is on."""
-        if true_cfg_scale <= 1:
+        if sampling.true_cfg_scale <= 1:
             return {}
-        return {"true_cfg_scale": true_cfg_scale, "negative_prompt": negative_prompt}
+        return {
+            "true_cfg_scale": sampling.true_cfg_scale,
+            "negative_prompt": sampling.negative_prompt,
+        }
 
     @classmethod
     def embeds_guidance(
@@ -499,6 +501,7 @@ class Flux2KleinPolicy(Policy):
     """The family of FLUX.2-klein."""
 
     pipeline = "Flux2KleinPipeline"
+    embeds_negative_prompt = True
     network_classes = ("Flux2Transformer2DModel", "AutoencoderKLFlux2")
     lora_targets = (
         *LORA_TARGETS,
@@ -530,14 +533,12 @@ class Flux2KleinPolicy(Policy):
     }
 
     @classmethod
-    def pipeline_guidance(
+    def pipeline_arguments(
         cls,
-        guidance: float,  # scale that the transformer takes as an input
-        true_cfg_scale: float,  # classifier-free guidance scale; 1: off
-        negative_prompt: str,
+        sampling: PipelineSampling,
     ) -> dict:
-        """Return the pipeline's `guidance_scale`; the pipeline takes a negative prompt only as embeddings."""
-        return {"guidance_scale": true_cfg_scale}
+        """Return the pipeline's `guidance_scale`."""
+        return {"guidance_scale": sampling.true_cfg_scale}
 
     @classmethod
     def embeds_guidance(

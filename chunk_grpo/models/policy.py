@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['TORCH_DTYPES', 'FLOAT16_MAX', 'LORA_TARGETS', 'QUANTIZATION_PACKAGES', 'find_blocks', 'align_parameters',
            'check_quantization', 'quantization_config', 'native_shift', 'scheduler_config', 'uses_shifted_sigmas',
-           'scheduler_sigmas', 'compute_network_sigma', 'padded_batch_size', 'ModelConfig', 'Family',
-           'watch_saturation', 'Policy', 'load_policy', 'decode_latents']
+           'scheduler_sigmas', 'compute_network_sigma', 'padded_batch_size', 'ModelConfig', 'PipelineSampling',
+           'Family', 'watch_saturation', 'Policy', 'load_policy', 'decode_latents']
 
 # %% ../../nbs/03_models/02_policy.ipynb #a2920806
 import contextlib
@@ -277,6 +277,17 @@ class ModelConfig:
     extra_tokens: int = 0  # tokens of the text beyond `max_tokens`, such as CLIP's 77 in SD3
 
 
+@dataclass(frozen=True, kw_only=True)
+class PipelineSampling:
+    """The guidance and the size with which a diffusers pipeline is to sample an image, in the terms of a policy."""
+
+    guidance: float  # scale that the transformer takes as an input
+    true_cfg_scale: float  # classifier-free guidance scale; 1: off
+    negative_prompt: str
+    height: int  # pixels
+    width: int  # pixels
+
+
 class Family:
     """The names and sizes that describe a model family, and the methods with a default that a family may override."""
 
@@ -296,6 +307,9 @@ class Family:
     # True if every prompt has an image to edit, whose latents are in the conditioning as `image_latents`
     edits_images: bool = False
     image_text_tokens: int = 0  # number of text tokens that stand for the prompt's image
+    embeds_negative_prompt: bool = (
+        False  # True if the pipeline takes a negative prompt only as embeddings
+    )
 
     @classmethod
     def extra_tokens(cls, folder: Path) -> int:
@@ -364,15 +378,13 @@ class Family:
         """Raise InputError if the model does not allow classifier-free guidance of this scale; by default do nothing."""
 
     @classmethod
-    def pipeline_guidance(
+    def pipeline_arguments(
         cls,
-        guidance: float,  # scale that the transformer takes as an input
-        true_cfg_scale: float,  # classifier-free guidance scale; 1: off
-        negative_prompt: str,
+        sampling: PipelineSampling,
     ) -> dict | None:
-        """Return the arguments with which the family's pipeline is guided like the policy; by default None: unknown.
+        """Return the arguments with which the family's pipeline samples like the policy; by default None: unknown.
 
-        The code in a model card passes them to the pipeline.
+        The code in a model card passes them to the pipeline, beside the steps, the size and the number of tokens.
         """
         return None
 
