@@ -196,8 +196,7 @@ def test_a_run_keeps_the_commits_of_its_rewards(tmp_path, monkeypatch):
         (folder / "refs/main").write_text(commit)
 
     def load_score(run):
-        """Return the score of a run's reward, in a process that has loaded no reward before."""
-        scorers._hub_commits.clear()
+        """Return the score of a run's reward."""
         state = prepare_state(run_folder.read_run_settings(run), run)
         return state.rewards[name](range(1), ["a star"])[0]
 
@@ -211,12 +210,12 @@ def test_a_run_keeps_the_commits_of_its_rewards(tmp_path, monkeypatch):
 
     push_score(SECOND, "2")
     assert load_score(run) == 1
-    scorers._hub_commits.clear()
     evaluated = parts.load_scorers(run_folder.read_run_settings(run), run)
     assert evaluated[name](range(1), ["a star"]) == [1.0]
 
     new = run_folder.create_run(load_settings("pocket/tiny", values), tmp_path / "new")
-    assert load_score(new) == 2
+    assert load_score(new) == 2, "a run in the same process leaves no commits to the next"
+    assert load_score(run) == 1
     values["reward_options"] = {name: {"weights": f"people/scores@{FIRST}"}}
     chosen = run_folder.create_run(load_settings("pocket/tiny", values), tmp_path / "chosen")
     assert load_score(chosen) == 1

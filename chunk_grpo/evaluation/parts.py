@@ -342,9 +342,10 @@ def load_scorers(
         run_settings = read_run_settings(run)
         run_rewards = (*reward_weights(run_settings), *run_settings.eval_rewards)
     scorers = {}
+    run_info: RunInfo = {}
     if run and (Path(run) / "run.json").is_file():
         run_info = read_json(Path(run) / "run.json", RunInfo)
-        pin_hub_commits(run_info.get("reward_commits", {}))
+    pin_hub_commits(run_info.get("reward_commits", {}))
     for name in names:
         options = settings.reward_options.get(name, {})
         use_working_folder = name not in run_rewards

@@ -35,7 +35,11 @@ _hub_commits: dict[str, str] = {}
 def pin_hub_commits(
     commits: Mapping[str, str],  # repository -> commit, as `read_hub_commits` returns them
 ) -> None:
-    """Take the files of repositories from these commits from now on, unless an option names another revision."""
+    """Take files from these commits, and those of other repositories from main, unless an option names another revision.
+
+    Runs and evaluations call this before they load rewards, so that one in the same process leaves no commits to the next.
+    """
+    _hub_commits.clear()
     for repository, commit in commits.items():
         if re.fullmatch("[0-9a-f]{40}", commit):
             _hub_commits[repository] = commit
