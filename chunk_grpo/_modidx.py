@@ -629,6 +629,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                 'chunk_grpo/evaluation/judge.py'),
                                              'chunk_grpo.evaluation.judge._read_question': ( '10_evaluation/judge.html#_read_question',
                                                                                              'chunk_grpo/evaluation/judge.py'),
+                                             'chunk_grpo.evaluation.judge._remove_reasoning': ( '10_evaluation/judge.html#_remove_reasoning',
+                                                                                                'chunk_grpo/evaluation/judge.py'),
                                              'chunk_grpo.evaluation.judge.ask_judge': ( '10_evaluation/judge.html#ask_judge',
                                                                                         'chunk_grpo/evaluation/judge.py'),
                                              'chunk_grpo.evaluation.judge.load_judge_reward': ( '10_evaluation/judge.html#load_judge_reward',

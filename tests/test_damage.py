@@ -428,6 +428,18 @@ def finished(tmp_path_factory):
     return run
 
 
+def test_a_final_folder_without_weights_has_no_hash(finished, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(finished, run)
+    for file in (run / "final").glob("*.safetensors"):
+        file.unlink()
+    run_info = read_json(run / "run.json")
+    run_info.pop("final_sha256", None)
+    write_json(run / "run.json", run_info)
+    with pytest.raises(InputError, match="there are no weights"):
+        run_images.hash_trained_weights(run)
+
+
 @pytest.mark.parametrize("harm", FINAL)
 def test_damaged_weights_are_not_drawn_with(finished, tmp_path, harm):
     """The hash of the run knows all of them, and without it those that no model can have are refused."""

@@ -77,14 +77,21 @@ def test_words_between_dollars_are_words_in_every_figure_of_names(words, tmp_pat
     )
     table = pd.DataFrame([{"letter": "A", "label": words, "delta": 0.1, "lo": 0.0, "hi": 0.2}])
     one = metrics().rename(columns={"reward_a": f"reward_{words}"})
-    settings = SimpleNamespace(iterations=10, chunks="2,3,4,7", chunk_weighting="uniform")
+    settings = SimpleNamespace(
+        iterations=10,
+        chunks="2,3,4,7",
+        chunk_weighting="uniform",
+        reward=words,
+        eval_rewards=(),
+        reward_options={},
+    )
     lines = [{"iteration": 1, f"eval_{words}": 0.5}]
     made = [
         compare.plot_run_images({words: (tmp_path, rows)}),
         compare.plot_comparison(table, words, {"A": "red"}),
         compare.plot_reward_curves({words: [one]}, {words: "red"}),
         train.plot_reward(one, {words: 1.0, "b": 1.0}),
-        figures.plot_progress(lines, settings, words),
+        figures.plot_progress(lines, settings),
     ]
     for figure in made:
         assert any(words in text for text in labels(figure))
@@ -167,11 +174,15 @@ def test_chunks_that_follow_the_profile_may_change_in_number(monkeypatch):
             for i, values in enumerate(rows[name])
         ]
     lines = [row.dropna().to_dict() for _, row in rows.iterrows()]
-    settings = SimpleNamespace(iterations=10, chunks="adaptive", chunk_weighting="uniform")
-    live = figures.LiveFigure(
-        SimpleNamespace(**vars(settings), reward="a", eval_rewards=(), reward_options={}),
-        interval=0,
+    settings = SimpleNamespace(
+        iterations=10,
+        chunks="adaptive",
+        chunk_weighting="uniform",
+        reward="a",
+        eval_rewards=(),
+        reward_options={},
     )
+    live = figures.LiveFigure(settings, interval=0)
     shown = []
     monkeypatch.setattr(figures, "display", lambda *args, **more: shown.append(args))
     for line in lines:

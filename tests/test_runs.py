@@ -615,7 +615,7 @@ def test_a_report_warns_of_settings_of_another_version(tmp_path, monkeypatch):
     monkeypatch.setattr(reports, "write_report", lambda *_, **__: run / "report.html")
     with pytest.warns(
         UserWarning,
-        match="does not have these settings of the run .* 9.0 and ignores them: from_the_future",
+        match="ignores settings that it does not know, in the run .* 9.0: from_the_future",
     ):
         write_run_report(run)
 

@@ -556,6 +556,10 @@ def test_the_label_of_a_method_that_combines_settings_is_its_name(name):
         ({"chunk_weighting": "dynamics"}, "chunk+ws"),
         ({"method": "guard", "eta": 0.5}, "guard"),
         ({"method": "steps", "surrogate": "dppo:1e-5"}, "steps, surrogate dppo:1e-5"),
+        (
+            {"method": "steps", "surrogate": "dppo:1e-5", "step_weights": "flash"},
+            "steps, surrogate dppo:1e-5, step_weights flash",
+        ),
         ({"method": "nft"}, "nft"),
     ],
 )

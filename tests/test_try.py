@@ -324,6 +324,12 @@ def test_a_method_passes_the_check_in_a_real_iteration(tmp_path, protocol):
     assert checked.name == "ClipHigher" and checked.grid == {"method.upper": [1.0, 2.0, 4.0]}
 
 
+def test_a_folder_in_place_of_the_file_is_one_sentence(tmp_path):
+    (tmp_path / "mine.py").mkdir()
+    with pytest.raises(InputError, match="mine.py"):
+        try_method.find_method(f"{tmp_path / 'mine.py'}")
+
+
 def test_a_hidden_leak_is_caught_when_it_opens_the_list(tmp_path, protocol):
     mine = write_method(tmp_path, HIDDEN_LEAK)
     lists = try_method.held_out_lists(protocol)

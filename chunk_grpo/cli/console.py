@@ -59,7 +59,7 @@ def parse_numbers(
     option: str,  # its name with dashes, for the error
     text: str,  # such as "10,25"; empty: no numbers
     low: int = 0,  # lowest number allowed
-    high: int = 10**18,  # highest number allowed
+    high: int = 10**18 - 1,  # highest number allowed
 ) -> list[int]:
     """Return the whole numbers in an option's text, separated by commas; raise InputError for anything else."""
     if not text.strip():

@@ -1563,10 +1563,11 @@ _DEFINING_SETTINGS = (
 def method_label(settings: Any) -> str:  # "steps", "chunk+ws", "flow", "nft", "Rank", ...
     """Return a label for a run's method, by which figures choose its colour.
 
-    A method that only combines settings is labelled with the name of the row in `METHODS` with the most settings that all
-    agree with the run's: "steps" for chunks of one step, "chunk" for the paper's method, "guard" or "mix". "+ws" stands for
-    weighted sampling of chunks. A setting that makes another method of it, and that no such row has, is added to the label,
-    such as "steps, surrogate dppo:1e-5". The label of any other method is its name, or the name of its class.
+    A method that only combines settings is labelled with the name of a row in `METHODS`. Among the rows whose settings all
+    equal the run's, it is the one with the most: "steps" for chunks of one step, "chunk" for the paper's method, "guard" or
+    "mix". "+ws" stands for
+    weighted sampling of chunks. Settings that make another method of it, and that this row does not have, are added to the
+    label, such as "steps, surrogate dppo:1e-5". The label of any other method is its name, or the name of its class.
     """
     method = getattr(settings, "method", "chunk")
     if method != "chunk":
@@ -1588,7 +1589,7 @@ def method_label(settings: Any) -> str:  # "steps", "chunk+ws", "flow", "nft", "
         label += "+ws"
     for name in _DEFINING_SETTINGS:
         if name not in row and value(name) != Settings.model_fields[name].default:
-            return f"{label}, {name} {value(name)}"
+            label += f", {name} {value(name)}"
     return label
 
 

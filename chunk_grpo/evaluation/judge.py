@@ -280,6 +280,15 @@ def _open_client(
     return httpx.Client(follow_redirects=True, limits=limits)
 
 # %% ../../nbs/10_evaluation/05_judge.ipynb #72f3e90d
+def _remove_reasoning(
+    text: str,  # the judge's answer
+) -> str:
+    """Return the answer without the reasoning that ends with </think>; return "" if the reasoning was cut off."""
+    if text.lstrip().startswith("<think>") and "</think>" not in text:
+        return ""
+    return text.rpartition("</think>")[2]
+
+
 def parse_scale_scores(
     text: str,  # the judge's answer
     scales: Mapping[str, str],  # scale's name -> regular expression for how judges write the name
@@ -287,9 +296,9 @@ def parse_scale_scores(
 ) -> dict[str, int] | None:  # keyed by scale; None: the answer cannot be read
     """Read the score after each scale's name, such as {"realism": 1} from "**Realism**: 1/2".
 
-    Returns None unless every scale has exactly one whole number from 0 to `highest`.
+    Returns None unless every scale has exactly one whole number from 0 to `highest`. Reasoning in <think> is ignored.
     """
-    answer = text.rpartition("</think>")[2]  # without the judge's reasoning
+    answer = _remove_reasoning(text)
     markup = r"""[\s*_"'`\[(]*"""  # markup around words and numbers
     between = rf"{markup}(?:0 ?[-–] ?{highest}\))?{markup}[:=]?{markup}"
     scores = {}
@@ -305,8 +314,11 @@ def parse_scale_scores(
 def parse_yes_no(
     text: str,  # the judge's answer
 ) -> bool | None:  # None: the answer cannot be read
-    """Return True for yes and False for no: the first word, or else the only one of these two words in the answer."""
-    answer = text.rpartition("</think>")[2].lower()
+    """Return True if the judge answers yes, and False if it answers no.
+
+    Reasoning in <think> is ignored. The first word decides; if it is neither, the answer must contain only one of the two.
+    """
+    answer = _remove_reasoning(text).lower()
     first = re.match(r"\W*(yes|no)\b", answer)
     words = {first[1]} if first else set(re.findall(r"\b(yes|no)\b", answer))
     if len(words) != 1:
@@ -498,7 +510,7 @@ def parse_rating(
     number, but the 8 in "8 - 3 people, as the prompt says" is. With an empty label, the whole answer must be the number,
     such as 8, 7.5 or 8/10.
     """
-    answer = text.rpartition("</think>")[2]  # without the judge's reasoning
+    answer = _remove_reasoning(text)
     if not label:
         only_number = (
             rf"[\s*_`]*(-?\d+(?:\.\d+)?)(?:[\s*_`]*/ ?{re.escape(f'{highest:g}')})?[\s*_`.]*"

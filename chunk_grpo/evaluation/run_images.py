@@ -59,8 +59,8 @@ def hash_trained_weights(
     """Verify a run's final weights or those of a checkpoint, and compute a hash that identifies them.
 
     For final weights it is the hash of the weights file, or of the hashes of all weights files if there are several; for a
-    checkpoint it is the hash in its manifest. Raises InputError if there are no weights, or if they differ from those that
-    training wrote.
+    checkpoint it is the hash in its manifest. Raises InputError if there are no weights, or if they do not match the hashes
+    in run.json; without recorded hashes, the weights are only checked for damage.
     """
     if checkpoint is not None:
         return checkpoints.read_manifest(find_verified_weights(run, checkpoint))["sha256"]
@@ -78,6 +78,8 @@ def hash_trained_weights(
     if not recorded and any(folder.glob("*.safetensors")):
         trainable.read_saved_weights(folder)
     hashes = [digest for name, digest in actual.items() if name.endswith(".safetensors")]
+    if not hashes:
+        raise InputError(f"run: there are no weights in {folder}; resume the run.")
     if len(hashes) == 1:
         return hashes[0]
     return hashlib.sha256("".join(hashes).encode()).hexdigest()

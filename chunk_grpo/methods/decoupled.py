@@ -604,14 +604,14 @@ class GroupDpo(Decoupled):
         new: tuple[Tensor, ...],  # returned by `level_stats` under the current weights
         old: tuple[Tensor, ...],  # returned by `level_stats` before the first update
     ) -> Tensor:
-        """Return three columns, (m, 3): the log-ratio and, without gradient, both values of `level_stats`."""
+        """Return three columns, (m, 3): the log-ratio and, without gradient, minus the loss and the gain over the base."""
         return torch.stack([new[0] - old[0], *(x.detach() for x in new)], 1)
 
     def objective(
         self,
         terms: ChunkTerms,  # terms of N chunk samples; `terms.statistic` is (N, 3), from `statistic`
     ) -> Tensor:
-        """Return minus the group's weight times advantage times loss, (N,), without gradient if the ratio is clipped.
+        """Return -weight * advantage * loss of each chunk sample, (N,); it has no gradient where the ratio is clipped.
 
         The weight is the sigmoid of the mean of -beta * advantage * gain over the group, where the gain is the base model's
         loss minus the loss.
@@ -630,8 +630,9 @@ class GroupDpo(Decoupled):
         clip_range = self.settings.clip_range
         is_above = (advantage > 0) & (ratio > 1 + clip_range)
         is_below = (advantage < 0) & (ratio < 1 - clip_range)
-        clipped_loss = torch.where(is_above | is_below, negative_loss.detach(), negative_loss)
-        return weight * advantage * clipped_loss
+        is_clipped = is_above | is_below
+        negative_loss = torch.where(is_clipped, negative_loss.detach(), negative_loss)
+        return weight * advantage * negative_loss
 
 
 def _unclamped_advantages(

@@ -220,8 +220,8 @@ class SelfOpd(Method):
         """Return the log-density of each transition without its constants, and its cosine with all G siblings.
 
         The log-density, with gradient, is in nats per latent dimension; the cosine has no gradient.
-        The cosine is that of the angle between the deviations of both next states, the image's and the sibling's, from the
-        mean of the image's transition.
+        Subtract the mean of the image's transition from its own next state and from each sibling's; the cosine is that of
+        these two vectors. The siblings include the image itself.
         """
         mean, std = batch.mean_std()
         std = std.flatten().expand(len(mean))

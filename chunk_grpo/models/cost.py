@@ -322,17 +322,16 @@ def describe_block(block: nn.Module) -> str:
 @contextlib.contextmanager
 def run_two_blocks_per_kind(
     net: nn.Module,  # a transformer on meta
-    total: Callable[[], int],  # returns the operations or bytes counted so far
+    count_so_far: Callable[[], int],  # returns the operations or bytes counted so far
 ) -> Iterator[tuple[list[int], list[int]]]:
     """Make the transformer run only two blocks of each kind within this context, and skip the others.
 
     Blocks are of the same kind if `describe_block` and the shapes of their inputs agree. Yields two lists, which fill as the
     network runs: the amounts of the skipped blocks, and those of the blocks that ran. The amount of a block, in operations
-    or bytes, is by how much `total()` rose while it ran; a skipped block has the amount of the second of its kind.
+    or bytes, is the increase of `count_so_far()` while it ran; a skipped block has the amount of the second of its kind.
     """
-    runs = defaultdict(
-        list
-    )  # kind and shapes of the inputs -> (amount, output) of each block that ran
+    # kind and shapes of the inputs -> (amount, output) of each block that ran
+    runs = defaultdict(list)
     skipped = []
     measured = []
 
@@ -343,9 +342,9 @@ def run_two_blocks_per_kind(
         )
         same_kind = runs[kind, str(shapes)]
         if len(same_kind) < 2:
-            before = total()
+            before = count_so_far()
             output = original_forward(*args, **kwargs)
-            amount = total() - before
+            amount = count_so_far() - before
             same_kind.append((amount, output))
             measured.append(amount)
             return output

@@ -216,7 +216,10 @@ class SD3Policy(Policy):
         cls,
         sampling: PipelineSampling,
     ) -> dict:
-        """Return the pipeline's `guidance_scale`, that of classifier-free guidance, and a negative prompt if there is one."""
+        """Return the pipeline's `guidance_scale`, that of classifier-free guidance, and a negative prompt.
+
+        Without guidance, or if the negative prompt is empty, it is left out.
+        """
         if sampling.true_cfg_scale <= 1 or not sampling.negative_prompt:
             return {"guidance_scale": sampling.true_cfg_scale}
         return {
@@ -328,7 +331,10 @@ class ZImagePolicy(Policy):
         cls,
         sampling: PipelineSampling,
     ) -> dict:
-        """Return the pipeline's `guidance_scale`, which starts at 0 instead of 1, and a negative prompt if there is one."""
+        """Return the pipeline's `guidance_scale`, which starts at 0 instead of 1, and a negative prompt.
+
+        Without guidance, or if the negative prompt is empty, it is left out.
+        """
         if sampling.true_cfg_scale <= 1 or not sampling.negative_prompt:
             return {"guidance_scale": sampling.true_cfg_scale - 1}
         return {

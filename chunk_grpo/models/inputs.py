@@ -801,7 +801,7 @@ def split_prompt_column(
 
 
 def is_prompt_list(
-    path: str | Path,  # of a list of prompts, without a column
+    path: str | Path,  # path to test, without :COLUMN
 ) -> bool:
     """Return True for an existing file of any type, and for a folder that `save_to_disk` of the datasets library wrote."""
     return os.path.isfile(path) or any(

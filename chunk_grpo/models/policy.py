@@ -279,7 +279,7 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineSampling:
-    """The guidance and the size with which a diffusers pipeline is to sample an image, in the terms of a policy."""
+    """Hold the guidance scales, the negative prompt and the image size for a call of a diffusers pipeline."""
 
     guidance: float  # scale that the transformer takes as an input
     true_cfg_scale: float  # classifier-free guidance scale; 1: off

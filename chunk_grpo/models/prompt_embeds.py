@@ -274,8 +274,10 @@ def trim_prompt_cache(
     return removed
 
 # %% ../../nbs/03_models/01_prompt_embeds.ipynb #4c8b2e1e
-def encoder_dtype(dtype: torch.dtype) -> torch.dtype:  # dtype: of the transformer's forward passes
-    """Return the number format of text encoders and VAE: bfloat16 if `dtype` is float16, else `dtype`."""
+def encoder_dtype(
+    dtype: torch.dtype,  # of the transformer's forward passes
+) -> torch.dtype:
+    """Return the dtype of text encoders and VAE: bfloat16 if `dtype` is float16, else `dtype`."""
     return torch.bfloat16 if dtype == torch.float16 else dtype
 
 # %% ../../nbs/03_models/01_prompt_embeds.ipynb #d0337809

@@ -162,9 +162,9 @@ def rate_share(
     config: ModelConfig,
     phase: str = "forward",  # "forward", or "update": a forward and a backward pass
 ) -> RateShare:
-    """Return the share of its data sheet's rate that a device reached when it was measured at the nearest resolution.
+    """Return the model FLOPs utilization: the share of a device's peak rate that was measured at the nearest resolution.
 
-    If `phase` is update and no update was measured, the share of forward passes is returned. If nothing was measured on the
+    If nothing was measured in this phase, the share of the other phase is returned. If nothing was measured on the
     device with this dtype, or if the model has fewer than a billion parameters, the value is ASSUMED_MFU, 0.3, and the
     source "assumed". Measurements in bfloat16 also count for float16.
     """
@@ -174,9 +174,7 @@ def rate_share(
     rows = [row for row in rows if row["device"] == device and row["dtype"] == measured_dtype]
     if not rows or model_sizes(config)["transformer"] < _MEASURED_MODEL_PARAMETERS:
         return RateShare(ASSUMED_MFU, "assumed")
-    # If no update was measured, use the measurements of forward passes.
-    rows_of_phase = [row for row in rows if row["phase"] == phase]
-    rows = rows_of_phase or [row for row in rows if row["phase"] == "forward"]
+    rows = [row for row in rows if row["phase"] == phase] or rows
     side = math.sqrt(math.prod(image_size(resolution)))  # of the square with as many pixels
     nearest = min(rows, key=lambda row: abs(math.log(row["resolution"] / side)))
     measured_phase = {"forward": "forwards", "update": "updates"}[nearest["phase"]]

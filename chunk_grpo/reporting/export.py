@@ -147,7 +147,7 @@ def export_run(
     if not (copies_known_files or trust or run_folder.is_own_run(run)):
         raise InputError(
             f"the run {run} was not made on this machine, and exporting it would copy the model "
-            f"{settings.model!r}; inspect that model, then add --trust"
+            f"{settings.model!r}; inspect that model, then add --trust (in Python trust=True)"
         )
     run_folder.check_trust(run, trust, action="exporting", loads_rewards=False)
     weights = run_images.find_verified_weights(run, checkpoint)

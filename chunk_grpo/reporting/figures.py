@@ -545,9 +545,8 @@ def plot_progress(
     # metrics so far, at least one mapping, one per iteration, as `read_metrics_lines` returns them
     lines: Sequence[Mapping],
     settings: Settings,  # the run's settings
-    name: str | None = None,  # reward whose held-out scores are drawn; None: draw none
 ) -> Figure:
-    """Draw the reward so far and, beside it, the share of clipped ratios.
+    """Draw the first training reward so far, also on the held-out prompts, and the share of clipped ratios beside it.
 
     If the method clips no ratio, the gradient norm takes the place of that share. The title states the iteration, the time
     so far and the remaining time.
@@ -564,9 +563,10 @@ def plot_progress(
         colour=colour,
         label="training prompts",
     )
-    if name:
-        draw_held_out(axes[0], metrics, name, colour)
-    axes[0].set_ylabel(shorten_name(name or "reward"))
+    first_reward = next(iter(reward_weights(settings)))
+    if first_reward in evaluated_rewards(settings):
+        draw_held_out(axes[0], metrics, first_reward, colour)
+    axes[0].set_ylabel(shorten_name(first_reward))
 
     if "clip_fraction" in metrics and metrics.clip_fraction.notna().any():
         rows = metrics.dropna(subset=["clip_fraction"])
@@ -605,12 +605,9 @@ class LiveFigure:
         settings: Settings,  # the run's settings
         interval: float = 2.0,  # minimum seconds between two drawings
     ):
-        """Prepare the figure, which shows the held-out scores of the first training reward that is evaluated, if any."""
+        """Prepare the figure; it is drawn when the metrics of the first iteration arrive."""
         self.settings = settings
         self.interval = interval
-        self.name = next(
-            (name for name in reward_weights(settings) if name in evaluated_rewards(settings)), None
-        )
         self.lines = []  # metrics so far, one dict per iteration
         self.last_drawn = -math.inf  # time of the last drawing, s
         self.handle = None  # of the displayed figure
@@ -640,7 +637,7 @@ class LiveFigure:
 
     def draw(self) -> None:
         """Draw the figure from `lines`, which must not be empty; if it is displayed already, replace it in place."""
-        png = figure_to_png(plot_progress(self.lines, self.settings, self.name))
+        png = figure_to_png(plot_progress(self.lines, self.settings))
         image = Image(png, width=760, alt="The run so far")
         if self.handle is None:
             self.handle = display(image, display_id=True)

@@ -210,7 +210,7 @@ def chunk_editor(
             field.value = str(move_boundary(box.value, j, transition))
 
     def show_field(change=None) -> None:
-        """Show the chunks in the field, or a message if they are not valid."""
+        """Redraw figure, table and sliders for the chunks typed into the field; if they are not valid, show the error instead."""
         message.value = ""
         try:
             current = chunks_from_setting(field.value, len(trained_mean), profile_chunks)

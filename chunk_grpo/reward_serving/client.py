@@ -167,7 +167,7 @@ def _parse_response(
     url: str,  # the server's address, for error messages
     status: int,  # HTTP status
     answer: bytes,  # untrusted; JSON
-    retry_after: int = 0,  # of the header of that name, s; 0: there is none
+    retry_after: int = 0,  # seconds, from the header Retry-After; 0: not sent
 ) -> dict:
     """Decode a server's JSON answer.
 
@@ -445,7 +445,7 @@ def load_remote_reward(
     """Connect to a reward server and return its reward.
 
     Raises InputError if the address or an option is invalid, or if the server has another protocol version or serves
-    another reward. Raises RewardUnavailable if the server does not answer.
+    another reward than the option `reward`. Raises RewardUnavailable if the server does not answer.
     """
     try:
         parsed = httpx.URL(url)
@@ -455,7 +455,9 @@ def load_remote_reward(
         parsed.scheme not in ("http", "https")
         or not parsed.host
         or parsed.userinfo
-        or not 0 < (parsed.port or 80) < 65536
+        or parsed.query
+        or parsed.fragment
+        or (parsed.port is not None and not 0 < parsed.port < 65536)
     ):
         raise InputError(f"`url` must be http://host:port or https://host; got {url!r}")
     remote = RemoteReward.from_options(url=url, **options)

@@ -126,7 +126,8 @@ def read_run_info(
     """Return the content of run.json as a dictionary, with the current status.
 
     The status is created, running, finished, failed or interrupted. It is interrupted if the file says running but no
-    process is training the run. Raises InputError if run.json is missing or damaged, or lacks a required field.
+    process is training the run; without train.log it stays running. Raises InputError if run.json is missing or damaged, or
+    lacks a required field.
     """
     run_info = read_json(
         resolve_run_folder(run) / "run.json", RunInfo, ("status", *required_fields)
@@ -177,8 +178,8 @@ def read_run_settings(
             unknown.append(name)
     if unknown:
         warnings.warn(
-            f"version {__version__} does not have these settings of the run {run_description} and ignores "
-            f"them: {', '.join(unknown):.200}",
+            f"chunk_grpo {__version__} ignores settings that it does not know, in the run {run_description}: "
+            f"{', '.join(unknown):.200}",
             stacklevel=1,
         )
     try:
@@ -193,7 +194,7 @@ def read_run_settings(
             for name, value in reset.items()
         ]
         warnings.warn(
-            f"version {__version__} reads settings of the run {run_description}, that have no effect in it by their "
+            f"chunk_grpo {__version__} replaces settings that have no effect in the run {run_description}, by their "
             f"defaults: {', '.join(changes):.200}",
             stacklevel=1,
         )
@@ -495,7 +496,7 @@ def check_trust(
         advice = ", or give other rewards" if loads_rewards else ""
         raise InputError(
             f"RUN: {run} was not made on this machine, and {action} it would run "
-            f"{', and '.join(untrusted)}; inspect its run.json, then add --trust"
+            f"{', and '.join(untrusted)}; inspect its run.json, then add --trust (in Python trust=True)"
             f"{advice} (in Python trust=True)."
         )
 
@@ -772,7 +773,8 @@ def create_run(
     is resumed with this commit. The function writes run.json with the status created, train.log (empty for a new run), a
     list of packages and copies of the user's code, and records the run as the user's own. A finished run keeps its
     status unless `iterations` is raised or its final weights are lost. Raises InputError if the settings, the inputs, the
-    machine or the folder do not allow it; in that case nothing is written. Warns if a run with checkpoints is resumed with
+    machine or the folder do not allow it. Then no run is written; only if another process takes the folder meanwhile, an
+    empty train.log may remain. Warns if a run with checkpoints is resumed with
     another number of processes, or with settings that change its weights by rounding.
     """
     if out is None and resume:

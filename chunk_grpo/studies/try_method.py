@@ -77,7 +77,8 @@ def find_method(
 ) -> str:  # FILE.py:Class with the file's absolute path, a value of the setting `method`
     """Find the method that a file defines, by importing the file unless `source` names the class.
 
-    Raises InputError if the file cannot be read or imported, or does not define exactly one method.
+    If `source` names the class, only the file's existence is checked. Raises InputError if the file cannot be read or
+    imported, or does not define exactly one method.
     """
     path, class_name = split_source(source)
     if class_name:
@@ -85,6 +86,8 @@ def find_method(
 
     try:
         statements = ast.parse(Path(path).read_bytes()).body
+    except OSError as error:
+        raise InputError(f"the method's file must be readable; {path}: {error.strerror}") from None
     except (SyntaxError, ValueError) as error:
         line = f" in line {error.lineno}" if isinstance(error, SyntaxError) else ""
         raise InputError(f"the method must be valid Python; {path} has an error{line}") from None

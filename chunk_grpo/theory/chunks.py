@@ -34,7 +34,7 @@ class Chunks:
     sizes: tuple[int, ...]  # cs_1 ... cs_K, the number of transitions in each chunk
 
     def __post_init__(self):
-        """Convert `sizes` to a tuple, and check them."""
+        """Convert `sizes` to a tuple; raise InputError unless it holds one or more positive ints."""
         object.__setattr__(self, "sizes", tuple(self.sizes))
         if not self.sizes or any(type(size) is not int or size < 1 for size in self.sizes):
             raise InputError(

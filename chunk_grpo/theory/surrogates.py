@@ -123,10 +123,9 @@ def step_weights_by_name(
 class Surrogate:
     """Hold the parsed setting `surrogate`; calling an instance computes the objective of each chunk sample."""
 
-    kind: str = (
-        "clip"  # one of SURROGATES; the table in notebook theory/surrogates has the formulas
-    )
-    # clip: clip range; asymmetric: range below 1; dppo: largest divergence; hinge: margin
+    # one of SURROGATES; the table in notebook theory/surrogates has the formulas
+    kind: str = "clip"
+    # clip: clip range; asymmetric: range below 1; dppo: largest divergence; hinge: margin; epg, pepg and par: not used
     limit: float = 0.0
     limit_above: float = 0.0  # asymmetric: range above 1; other kinds: 0
 

@@ -327,8 +327,8 @@ def _norm_alarm(
 ) -> str:
     """Return a warning if the gradient explodes, otherwise an empty string.
 
-    In each of the last three iterations its norm must exceed ten times the median of the finite norms, at least five,
-    among the twenty lines before.
+    It warns if, in each of the last three iterations, the gradient norm is more than ten times the median of the finite
+    norms in the twenty lines before. At least five of these must be finite.
     """
 
     def is_high(lines: Sequence[dict]) -> bool:
@@ -344,7 +344,7 @@ def _norm_alarm(
     ):
         return ""
     return (
-        f"the norm of the gradient is {lines[-1]['grad_norm']:.3g}, more than ten times what it was in the "
+        f"the norm of the gradient is {lines[-1]['grad_norm']:.3g}, more than ten times its median in the "
         f"iterations before"
     )
 

@@ -86,12 +86,12 @@ def _prepare_groups(
     ]
     prompt_index = torch.arange(len(prompt_ids)).repeat_interleave(images_per_prompt)
     scorers = {name: state.rewards[name] for name in reward_names}
-    prompt_per_image = [key.prompt for key in keys]
+    prompt_id_per_image = [key.prompt for key in keys]
     streaming_scores = StreamingScores(
         executor=state.executor,
         scorers=scorers,
-        prompts=[state.prompts[p] for p in prompt_per_image],
-        records=state.records_of(prompt_per_image),
+        prompts=[state.prompts[p] for p in prompt_id_per_image],
+        records=state.records_of(prompt_id_per_image),
         groups=prompt_index.tolist(),
         sizes=state.sizes_of(keys),
     )

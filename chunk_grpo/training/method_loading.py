@@ -415,7 +415,7 @@ def _check_iteration(
 
 
 def _check_surrogate(method: Method) -> None:
-    """Raise InputError unless the user's surrogate accepts three ratios and advantages and returns three numbers."""
+    """Raise InputError unless the user's surrogate accepts (ratio, advantage, clip_range) and returns a number per ratio."""
 
     def make_error(name: str, problem: str) -> InputError:
         """Build the error about the user's surrogate."""

@@ -63,7 +63,7 @@ def above_base_metrics(
     """
     settings = state.settings
 
-    def gather_pairs(
+    def gather_first_scores(
         x: Tensor,  # scores of this process
         images_per_prompt: int,  # number of consecutive scores in `x` per prompt
     ) -> Tensor:  # (P, n), with n = `baseline_images`
@@ -73,8 +73,8 @@ def above_base_metrics(
 
     above = {
         name: (
-            gather_pairs(x, settings.images_per_prompt)
-            - gather_pairs(base[name], settings.baseline_images)
+            gather_first_scores(x, settings.images_per_prompt)
+            - gather_first_scores(base[name], settings.baseline_images)
         ).mean(1)
         for name, x in scores.items()
     }
@@ -358,7 +358,7 @@ def _save_samples(
     state: TrainingState,
     images: Tensor,  # (B, 3, H, W) in [0, 1], starting with those of `local_images`
     local_images: Sequence[tuple[int, int]],  # (prompt's position, image's number) of this process
-    prompts: Sequence[str],  # of these images
+    prompts: Sequence[str],  # one per entry of `local_images`
 ) -> None:
     """Write up to eight images of each process to a folder such as samples/000020, with a manifest of all files.
 
@@ -383,6 +383,7 @@ def _save_samples(
             record["source"] = f"source_{prompt:05d}.png"
             source = open_source_image(prompts[i], images.shape[3], images.shape[2])
             source.save(folder / record["source"])
+            sync_to_disk(folder / record["source"])
         records.append(record)
     records = sorted(gather_object(records), key=lambda record: record["file"])
     if state.accelerator.is_main_process:
