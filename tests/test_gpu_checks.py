@@ -18,6 +18,7 @@ import pytest
 import torch
 from gpu_results import Measured
 
+from chunk_grpo.core.files import read_json, write_json
 from chunk_grpo.models.cost import find_model_config
 from chunk_grpo.planning.devices import rate_share
 
@@ -142,6 +143,37 @@ def test_a_check_that_was_killed_is_unfinished_and_runs_again(tmp_path):
     assert left["parts"]["first"]["n"] == 1
     assert not gpu_results.has_result(1, tmp_path)
     assert gpu_results.gpu_sentence({1: left}).startswith("None of the 10 checks")
+
+
+def test_a_repeated_check_that_was_killed_keeps_its_earlier_result(tmp_path):
+    def killed():
+        raise KeyboardInterrupt
+
+    about = {"check": 1, "name": "update"} | INVENTED
+    file = gpu_results.check_file(1, tmp_path)
+    gpu_results.measure_parts({"first": lambda: Measured({"n": 1})}, file, about)
+    with pytest.raises(KeyboardInterrupt):
+        gpu_results.measure_parts(
+            {"first": lambda: Measured({"n": 2}), "second": killed}, file, about
+        )
+    assert gpu_results.read_results(tmp_path)[1]["parts"]["first"]["n"] == 1
+    assert read_json(gpu_results.partial_file(file))["parts"]["first"]["n"] == 2
+    gpu_results.measure_parts({"first": lambda: Measured({"n": 3})}, file, about)
+    assert gpu_results.read_results(tmp_path)[1]["parts"]["first"]["n"] == 3
+    assert not gpu_results.partial_file(file).exists()
+
+
+def test_checks_that_were_never_begun_come_first(tmp_path, monkeypatch):
+    """A result in either folder counts, and a check that did not end does not block the others."""
+    stored = tmp_path / "stored"
+    monkeypatch.setattr(gpu_results, "RESULTS", stored)
+    parts = {"first": lambda: Measured({"n": 1})}
+    for number, folder in ((1, stored), (2, tmp_path / "new")):
+        about = {"check": number, "name": gpu_results.CHECKS[number]} | INVENTED
+        gpu_results.measure_parts(parts, gpu_results.check_file(number, folder), about)
+    begun = {"check": 3, "name": gpu_results.CHECKS[3], "verdict": "unfinished"} | INVENTED
+    write_json(gpu_results.check_file(3, stored), begun)
+    assert gpu.checks_to_run(tmp_path / "new") == [9, 7, 6, 8, 5, 10, 4, 3]
 
 
 def test_small_results_do_not_count(small_check):

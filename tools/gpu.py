@@ -4,12 +4,16 @@
 
 Needs a GPU, but no network and no released weights: models have published sizes and random weights. Each check has a
 process of its own and less than four minutes, writes one JSON file and prints one line; a check that fails leaves its
-reason and does not stop the next. Without numbers those that have no result run, in order. `--seconds` starts no
-further check that might not end in that time. `--small` runs the same code with tiny sizes on whatever is there, a CPU
-too, and into a folder that `--out` names; no page counts such files. nbs/findings/speed.ipynb says how to read them.
+reason and does not stop the next. Without numbers those run that have a result neither in `--out` nor in
+runs/results/gpu: those that were never begun first, then those that did not end. `--seconds` is the time for all checks:
+the last one is ended with it, and keeps its finished parts. `--small` runs the same code with tiny sizes on whatever is
+there, a CPU too, and into a folder that `--out` names; no page counts such files. nbs/findings/speed.ipynb says how to
+read them.
 """
 
 import argparse
+import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -22,6 +26,9 @@ from gpu_results import CHECKS
 ROOT = Path(__file__).resolve().parents[1]
 CHECK_SECONDS = 235  # after which a check is ended
 START_SECONDS = 5  # that its process takes beside that, about
+SHORTEST_SECONDS = 60  # a check is not begun with less time than this
+# Those with the most to tell in the least time come first.
+ORDER = (1, 2, 3, 9, 7, 6, 8, 5, 10, 4)
 
 
 def log(text: str) -> None:
@@ -81,12 +88,34 @@ def run_check(number: int, small: bool, out: Path) -> dict:
         return gpu_results.measure_parts(parts, file, about, gpu_checks.allocated_peak)
 
 
-def run_in_time(number: int, small: bool, out: Path) -> dict:
-    """Run a check in a separate process with a time limit, and return the content of its file."""
+def checks_to_run(out: Path) -> list[int]:
+    """Return the numbers of the checks without a result, in the order in which they are run."""
+    folders = (out, gpu_results.RESULTS)
+    left = [n for n in ORDER if not any(gpu_results.has_result(n, folder) for folder in folders)]
+
+    def was_begun(number: int) -> bool:
+        """Return True if a check left a file, which has no result."""
+        return any(gpu_results.check_file(number, folder).is_file() for folder in folders)
+
+    return sorted(left, key=was_begun)
+
+
+def run_in_time(
+    number: int,
+    small: bool,
+    out: Path,
+    limit: float = CHECK_SECONDS,  # seconds after which the check is ended
+) -> dict:
+    """Run a check in a separate process with a time limit, and return what it measured.
+
+    An earlier result in its file stays if the check does not finish.
+    """
     from chunk_grpo.core.files import read_json, write_json
-    from chunk_grpo.core.machine import terminate_process_group
+    from chunk_grpo.core.machine import make_parent_death_hook, terminate_process_group
 
     file = gpu_results.check_file(number, out)
+    partial = gpu_results.partial_file(file)
+    partial.unlink(missing_ok=True)
     start = time.monotonic()
     before = read_json(file) if file.is_file() else None
     words = [
@@ -98,16 +127,26 @@ def run_in_time(number: int, small: bool, out: Path) -> dict:
         "--inside",
         *(["--small"] if small else []),
     ]
-    child = subprocess.Popen(words, cwd=ROOT, start_new_session=True, stdout=subprocess.DEVNULL)
+    child = subprocess.Popen(
+        words,
+        cwd=ROOT,
+        start_new_session=True,
+        stdout=subprocess.DEVNULL,
+        # If this process is killed, the check must not go on using the GPU.
+        preexec_fn=make_parent_death_hook(os.getpid()),
+    )
     ending = ""
     try:
-        code = child.wait(CHECK_SECONDS)
+        code = child.wait(limit)
         ending = f"its process ended with status {code}" if code else ""
     except subprocess.TimeoutExpired:
-        ending = f"it was ended after {CHECK_SECONDS} s"
+        ending = f"it was ended after {limit:.0f} s"
     finally:
         terminate_process_group(child)
-    result = read_json(file) if file.is_file() else None
+        # check 5 keeps checkpoints there
+        shutil.rmtree(f"/dev/shm/chunk-grpo-{child.pid}", ignore_errors=True)
+    measured_file = partial if partial.is_file() else file
+    result = read_json(measured_file) if measured_file.is_file() else None
     if result is None or result == before:  # it ended before its first part
         result = {
             "check": number,
@@ -121,7 +160,8 @@ def run_in_time(number: int, small: bool, out: Path) -> dict:
         result |= {"verdict": "unfinished", "reason": f"{ending}, {result['reason']}".rstrip(", ")}
     result["seconds"] = round(time.monotonic() - start, 1)
     out.mkdir(parents=True, exist_ok=True)
-    write_json(file, result)
+    keeps_earlier_result = gpu_results.is_finished(before) and not gpu_results.is_finished(result)
+    write_json(partial if keeps_earlier_result else file, result)
     return result
 
 
@@ -161,25 +201,24 @@ def main() -> int:
     if not given.small and not torch.cuda.is_available():
         log("make gpu: torch sees no CUDA device on this machine, so nothing was measured")
         return 1
-    chosen = given.checks or [
-        n for n in CHECKS if given.small or not gpu_results.has_result(n, out)
-    ]
+    chosen = given.checks or (list(CHECKS) if given.small else checks_to_run(out))
     if not chosen:
         log("every check has a result; CHECK=3 runs one of them again")
     start = time.monotonic()
     verdicts = []
     for position, number in enumerate(chosen):
-        if time.monotonic() - start + CHECK_SECONDS + START_SECONDS > given.seconds:
+        left = given.seconds - (time.monotonic() - start) - START_SECONDS
+        if left < SHORTEST_SECONDS:
             log(
                 f"no time is left for checks {', '.join(map(str, chosen[position:]))}; `make gpu` runs them next"
             )
             verdicts.append("unfinished")
             break
-        result = run_in_time(number, given.small, out)
+        result = run_in_time(number, given.small, out, min(left, CHECK_SECONDS))
         verdicts.append(result["verdict"])
         log(gpu_results.describe_check(result))
-        if not given.small:
-            gpu_results.write_shares(out)
+        if out == gpu_results.RESULTS.absolute():
+            gpu_results.write_shares()  # it combines the results of all checks
     log(gpu_results.gpu_sentence(gpu_results.read_results(out)) + ".")
     return int(any(verdict != "passed" for verdict in verdicts))
 

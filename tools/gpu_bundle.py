@@ -6,10 +6,11 @@ Downloads the wheels of everything that the checks import, for Linux on x86-64, 
 but for what such hosts have (torch, transformers, accelerate and what these bring; more with --have). Of bitsandbytes,
 whose wheel carries a library per version of CUDA, one is kept. Copy the folder into the clone on the host; there
 
-    bash FOLDER/run.sh [OUT] [SECONDS]
+    bash FOLDER/run.sh [OUT] [SECONDS] [CHECK ...]
 
-installs what cannot be imported into a folder of its own, and runs the checks that have no result yet, into OUT
-(runs/results/gpu if it is left out), for about SECONDS seconds (540). Called again it goes on with the next checks.
+installs what cannot be imported into a folder of its own, and runs the checks that have a result neither in OUT
+(runs/results/gpu if it is left out) nor in runs/results/gpu, or those that are named, for SECONDS seconds (540). Called
+again it goes on with the next checks. If OUT is another folder, copy its files to runs/results/gpu before the next call.
 """
 
 import argparse
@@ -50,7 +51,7 @@ done < "$here/wheels.txt"
 if [ "${#missing[@]}" -gt 0 ]; then
   python3 -m pip install --quiet --no-index --no-deps --no-compile --upgrade --target "$site" "${missing[@]}"
 fi
-exec python3 tools/gpu.py --out "${1:-runs/results/gpu}" --seconds "${2:-540}"
+exec python3 tools/gpu.py --out "${1:-runs/results/gpu}" --seconds "${2:-540}" "${@:3}"
 """
 
 

@@ -40,6 +40,16 @@ def check_file(number: int, folder: Path = RESULTS) -> Path:
     return Path(folder) / f"check-{number:02d}-{CHECKS[number]}.json"
 
 
+def partial_file(file: Path) -> Path:
+    """Return the file of a repeated check that has not ended, beside the file of its earlier result."""
+    return file.with_suffix(".partial.json")
+
+
+def is_finished(result: Mapping | None) -> bool:
+    """Return True if a check ran to its end, whatever its verdict."""
+    return result is not None and result["verdict"] in ("passed", "failed")
+
+
 def verdict_of(
     parts: Mapping[str, dict],
 ) -> tuple[str, str]:  # passed, failed or unfinished, and the reason
@@ -57,13 +67,16 @@ def verdict_of(
 
 def measure_parts(
     parts: Mapping[str, Callable[[], Measured]],  # keyed by name, in order
-    file: Path,  # written after each part, so that a killed check keeps its finished parts
+    # written after each part, so that a killed check keeps its finished parts; an earlier result stays until the last part
+    file: Path,
     about: dict,  # entries of the file before the parts
     # returns the largest memory that the process has used on the device
     peak_bytes: Callable[[], int | None] = lambda: None,
 ) -> dict:  # content of the file
     """Measure the parts of a check one after the other; if a part fails, its reason is recorded."""
     start = time.monotonic()
+    has_earlier_result = file.is_file() and is_finished(read_json(file))
+    written_file = partial_file(file) if has_earlier_result else file
     content = dict(about)
     results = {name: {"status": NOT_RUN} for name in parts}
 
@@ -77,7 +90,7 @@ def measure_parts(
             peak_gb=None if peak is None else peak / 1e9,
             parts=results,
         )
-        write_json(file, content)
+        write_json(written_file, content)
 
     file.parent.mkdir(parents=True, exist_ok=True)
     write()
@@ -94,6 +107,8 @@ def measure_parts(
         result["part_seconds"] = round(time.monotonic() - began, 1)
         results[name] = result
         write()
+    if has_earlier_result:
+        written_file.replace(file)
     return content
 
 
@@ -106,7 +121,7 @@ def read_results(folder: Path = RESULTS) -> dict[int, dict]:  # by number
 
 def has_result(number: int, folder: Path = RESULTS) -> bool:
     """Return True if a check finished on a GPU at full size, whatever its verdict."""
-    return read_results(folder).get(number, {}).get("verdict") in ("passed", "failed")
+    return is_finished(read_results(folder).get(number))
 
 
 def describe_numbers(numbers: Mapping, prefix: str = "") -> str:
@@ -145,7 +160,7 @@ def result_rows(found: Mapping[int, dict]) -> list[list[str]]:  # check, verdict
 
 def gpu_sentence(found: Mapping[int, dict]) -> str:  # found: of `read_results`
     """Describe in one sentence which of the ten checks ran on a GPU, and with what verdicts."""
-    ended = {n: result for n, result in found.items() if result["verdict"] in ("passed", "failed")}
+    ended = {n: result for n, result in found.items() if is_finished(result)}
     if not ended:
         return (
             f"None of the {len(CHECKS)} checks of `make gpu` has run on a GPU yet, so no iteration of FLUX.1-dev's "
