@@ -2135,6 +2135,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                        'chunk_grpo/reward_serving/server.py'),
                                                   'chunk_grpo.reward_serving.server._exit_with_parent': ( '05_reward_serving/server.html#_exit_with_parent',
                                                                                                           'chunk_grpo/reward_serving/server.py'),
+                                                  'chunk_grpo.reward_serving.server._make_gpu_selector': ( '05_reward_serving/server.html#_make_gpu_selector',
+                                                                                                           'chunk_grpo/reward_serving/server.py'),
                                                   'chunk_grpo.reward_serving.server._read_json_tensor': ( '05_reward_serving/server.html#_read_json_tensor',
                                                                                                           'chunk_grpo/reward_serving/server.py'),
                                                   'chunk_grpo.reward_serving.server._takes_prompt': ( '05_reward_serving/server.html#_takes_prompt',

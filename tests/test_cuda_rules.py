@@ -1,5 +1,7 @@
 """A whole small run on a pretended GPU: what CUDA would refuse, it refuses, though nothing but the CPU computes."""
 
+import weakref
+
 import pytest
 import tiny_families
 import torch
@@ -17,7 +19,11 @@ from chunk_grpo.theory.sampler import Sampler
 from chunk_grpo.training import trainer
 from chunk_grpo.training.callbacks import Callback
 from chunk_grpo.training.chunk_sampling import sample_chunks
-from chunk_grpo.training.gradient import accumulate_gradients, max_ratio_error
+from chunk_grpo.training.gradient import (
+    accumulate_gradients,
+    compute_transition_stats,
+    max_ratio_error,
+)
 from chunk_grpo.training.method import Method
 from chunk_grpo.training.replay import ReplayContext
 from chunk_grpo.training.rollout import RolloutOptions, sample_trajectories
@@ -134,6 +140,45 @@ def test_no_family_mixes_devices(name, free, tmp_path, monkeypatch, capsys):
         )
 
 
+def test_replay_holds_one_autograd_graph_at_a_time(tmp_path, monkeypatch):
+    """The graph of a batch is freed before the next forward pass, whose activations would be added to it otherwise."""
+    folder = str(tiny_families.build("dev", tmp_path / "model"))
+    model = trainable.load_trainable_policy(
+        folder, resolution=64, max_tokens=16, lora_rank=2, device="cpu"
+    )
+    rows = model.encode(["a red star", "two cats"])
+    paths = sample_trajectories(
+        policy=model,
+        conditioning=rows,
+        prompt_index=torch.arange(2),
+        keys=[(0, 0, 0, 0), (0, 0, 1, 0)],
+        options=RolloutOptions(Sampler(policy.sigmas(4, 3.0))),
+    )
+    chunks = chunks_from_setting("1,2", 3)
+    work = build_update_batch(torch.arange(2), sample_chunks(paths, chunks, 1.0), chunks, limit=2)
+    saved = []
+    alive = []
+    velocity = model.velocity
+
+    class Saved:
+        """A tensor that a graph keeps for its backward pass."""
+
+        def __init__(self, tensor):
+            self.tensor = tensor.detach()  # an output would refer to its own graph
+            saved.append(weakref.ref(self))
+
+    def counted(*given):
+        alive.append(sum(reference() is not None for reference in saved))
+        return velocity(*given)
+
+    monkeypatch.setattr(model, "velocity", counted)
+    with torch.autograd.graph.saved_tensors_hooks(Saved, lambda kept: kept.tensor):
+        compute_transition_stats(
+            ReplayContext(model, rows, paths), work, Method(settings.Settings()), graph=True
+        )
+    assert alive == [0] * len(work.batches) and len(alive) > 1 and len(saved) > 10
+
+
 def test_the_floor_of_the_ratio_is_taken_on_the_gpu():
     """Its segments come from the CPU, and CUDA reduces no segments that lie elsewhere."""
     work = build_update_batch(
@@ -144,19 +189,22 @@ def test_the_floor_of_the_ratio_is_taken_on_the_gpu():
         assert max_ratio_error(logp, logp, work) == 0.0
 
 
-WATCHED = """import torch
-torch.cuda.is_available, torch.cuda.told = lambda: True, [-1]
-torch.cuda.set_device = torch.cuda.told.append
+WATCHED = """import threading, torch
+gpus = torch.cuda.gpu_of_threads = {}
+torch.cuda.is_available = lambda: True
+torch.cuda.is_initialized = lambda: bool(gpus)
+torch.cuda.current_device = lambda: gpus.get(threading.get_ident(), 0)
+torch.cuda.set_device = lambda gpu: gpus.update({threading.get_ident(): gpu})
 """
 
 
 @pytest.mark.parametrize("gpu", [None, 3])
 def test_a_worker_uses_the_gpu_of_its_parent(gpu, monkeypatch, tmp_path):
-    """A child begins on the first GPU, unless its parent says which is theirs."""
+    """A child begins on the first GPU unless its parent says which is theirs; so does each of the child's threads."""
     (tmp_path / "sitecustomize.py").write_text(WATCHED)  # the child's
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: gpu is not None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: gpu)
-    child = placement.load_placed_reward("tiny_rewards:gpu_told", worker=True)
+    child = placement.load_placed_reward("tiny_rewards:gpu_of_thread", worker=True)
     assert child(torch.zeros(2, 3, 8, 8), ["a", "b"]).tolist() == [-1 if gpu is None else gpu] * 2
     child.close()

@@ -89,7 +89,7 @@ def small_host(folder: Path, preset: str) -> None:
 def test_the_page_s_commands_run_in_their_order(number, preset, tmp_path):
     """Two processes stand for eight; the command with --resume finds a run that is finished."""
     commands = ONE if number == 1 else EIGHT
-    assert preset in TEXT and len(commands) == 7
+    assert preset in TEXT and len(commands) == 6
     assert all(
         (f"--processes {number}" in c) == (number > 1)
         for c in commands

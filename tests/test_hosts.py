@@ -167,9 +167,9 @@ def test_machines_that_cannot_meet_are_one_sentence(
 
 
 def run_sbatch_script(folder, exit_code, **more):
-    """Run the script with stand-ins for srun and scontrol that record their words; return its exit code and the words."""
+    """Run the script with stand-ins that record their words; return its exit code and the words."""
     words = folder / "words.txt"
-    for name, code in {"srun": exit_code, "scontrol": 0}.items():
+    for name, code in {"srun": exit_code, "scontrol": 0, "chunk-grpo": 0}.items():
         (folder / name).write_text(f'#!/bin/bash\necho {name} "$@" >> {words}\nexit {code}\n')
         (folder / name).chmod(0o755)
     job = {
@@ -192,10 +192,11 @@ def test_the_sbatch_script_is_one_srun_of_the_command(tmp_path):
     """A stand-in for srun shows what SLURM would start on each machine."""
     code, words = run_sbatch_script(tmp_path, exit_code=0)
     expected = (
-        "srun --kill-on-bad-exit=0 --wait=540 chunk-grpo train paper/chunk --out /shared/run --resume auto --nodes 2 "
+        "srun --kill-on-bad-exit=0 --wait=540 chunk-grpo train paper/chunk --out /shared/run --resume auto --no-report --nodes 2 "
         f"--processes 8 --rendezvous {socket.gethostname()}:29500"
     )
-    assert (code, words) == (0, [expected])
+    evaluation = ["chunk-grpo evaluate /shared/run", "chunk-grpo report /shared/run"]
+    assert (code, words) == (0, [expected, *evaluation])
 
 
 @pytest.mark.parametrize("exit_code", [1, 2, 75, 143])

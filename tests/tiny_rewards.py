@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -97,9 +98,10 @@ class red_on_its_device:
         return (images.to(self.device).mean((2, 3)) * self.weight).sum(1)
 
 
-def gpu_told(images, prompts):
-    """The number of the GPU that this process was told to use, where a test watches for it; else -1."""
-    return torch.full((len(prompts),), float(getattr(torch.cuda, "told", [-1])[-1]))
+def gpu_of_thread(images, prompts):
+    """The number of the GPU that this thread was told to use, where a test watches for it; else -1."""
+    gpus = getattr(torch.cuda, "gpu_of_threads", {})
+    return torch.full((len(prompts),), float(gpus.get(threading.get_ident(), -1)))
 
 
 def broken_while(images, prompts):

@@ -141,6 +141,7 @@ def train(
             f"`--{'resume' if resume else 'nodes'}` needs the run folder in `--out`; got none"
         )
     # imported here, since they import torch
+    from chunk_grpo.core.machine import machine_info
     from chunk_grpo.planning.processes import choose_process_count, largest_process_count
     from chunk_grpo.runs import launch, run_folder
     from chunk_grpo.runs.processes import default_process_count
@@ -169,6 +170,14 @@ def train(
         else:
             references = len(load_method(run_settings).reference_decays)
             processes = choose_process_count(run_settings, source, references)
+            gpus = len(machine_info()["gpus"]) if run_settings.device != "cpu" else 0
+            most = largest_process_count(run_settings, max(gpus, 1))
+            if processes < most:
+                typer.echo(
+                    f"this run uses {processes} of {gpus} GPUs, since its preset names no larger number; "
+                    f"`--processes {most}` uses {most}",
+                    err=True,
+                )
     # Of several machines, each has a process per GPU; torch is imported here, since that takes seconds.
     if processes is None:
         import torch

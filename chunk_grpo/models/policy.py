@@ -353,10 +353,11 @@ class Family:
         a folder overrides this method.
         """
         if self.pipe is not None:
-            parts = (self.pipe.transformer, self.pipe.vae)
-            for part in parts:
-                part.to(self.device).eval().requires_grad_(False)
-            return parts
+            # Text encoders too, since some pipelines send their inputs to the device without asking where the encoder is.
+            for part in self.pipe.components.values():
+                if isinstance(part, nn.Module):
+                    part.to(self.device).eval().requires_grad_(False)
+            return self.pipe.transformer, self.pipe.vae
         transformer = _load_network(self, 0, weights_dtype, keep_on_cpu)
         vae = _load_network(self, 1, encoder_dtype(self.dtype))
         return transformer, vae
@@ -520,6 +521,7 @@ class Policy(Family):
         self.quantization = quantization
         check_quantization(quantization, self.device)
         self.transformer, self.vae = self.load_networks(weights_dtype, keep_on_cpu)
+        disable_tf32()  # some versions of torchao enable it while they quantize
         if vae_tiling:
             self.vae.enable_slicing()
             self.vae.enable_tiling()

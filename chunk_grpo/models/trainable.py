@@ -357,13 +357,13 @@ def try_attention_backend(
     device: torch.device,  # where the attention computes
     dtype: torch.dtype,  # of the forward pass
     *,
-    stored: torch.dtype | None = None,  # of the weights; None: as `dtype`
+    stored: torch.dtype | None = None,  # of queries and keys; None: as `dtype`
     masked: bool = False,  # True if prompts come with an attention mask
 ) -> str:
     """Try an attention backend on small tensors, forward and backward, and return why it fails, or "" if it works.
 
-    Queries and keys keep the number format of the weights, as they do after a norm in a network that
-    runs under autocast. Torch's kernels cast them; those of other packages do not.
+    Queries and keys have the dtype `stored`, as they do after a norm in a network that runs under autocast. Torch's kernels
+    cast them; those of other packages do not.
     """
     shape = (1, 64, 2, 64)  # images, tokens, heads, channels
     formats = (stored or dtype, stored or dtype, dtype)
@@ -402,6 +402,10 @@ def check_attention_backend(
             f"`attention` must be native with {type(network).__name__}, whose layers call torch's "
             f"attention directly; got {name!r}"
         )
+    # On a GPU, autocast computes torch's own RMSNorm in float32, whatever the weights have.
+    uses_torch_norm = any(isinstance(module, nn.RMSNorm) for module in network.modules())
+    if device.type == "cuda" and dtype != torch.float32 and uses_torch_norm:
+        stored = torch.float32
     formats = {"stored": stored, "masked": masked}
     problem = try_attention_backend(name, device, dtype, **formats)
     if not problem:

@@ -414,6 +414,14 @@ def scorer_versions() -> dict[str, str]:
     return versions
 
 # %% ../../nbs/05_reward_serving/00_server.ipynb #b9c2e89a
+def _make_gpu_selector() -> Callable[[], None]:
+    """Return a function that gives the thread which calls it the current GPU of this thread; without a GPU it does nothing."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
+        return lambda: None
+    return functools.partial(torch.cuda.set_device, torch.cuda.current_device())
+
+
 def create_scoring_app(
     name: str,  # the reward's name, for /health and error messages
     reward: Callable,  # (images, prompts) -> scores
@@ -452,7 +460,7 @@ def create_scoring_app(
     app = FastAPI(
         openapi_url=None, docs_url=None, redoc_url=None, dependencies=[Depends(check_token)]
     )
-    scorer = ThreadPoolExecutor(1)
+    scorer = ThreadPoolExecutor(1, initializer=_make_gpu_selector())
     turn = asyncio.Lock()  # held by the request that is being scored
 
     @contextlib.contextmanager

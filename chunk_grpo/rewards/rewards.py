@@ -451,8 +451,8 @@ def compressibility(
 # %% ../../nbs/04_rewards/00_rewards.ipynb #ca019e42
 def make_scoring_executor() -> ThreadPoolExecutor:
     """Return a thread pool with one thread, whose current GPU is that of the calling thread; the caller shuts it down."""
-    # `set_device` ignores a negative number.
-    gpu = torch.cuda.current_device() if torch.cuda.is_available() else -1
+    # `set_device` ignores a negative number. A process that has not used a GPU yet must not open one.
+    gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else -1
     return ThreadPoolExecutor(1, initializer=torch.cuda.set_device, initargs=(gpu,))
 
 

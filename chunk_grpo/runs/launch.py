@@ -9,6 +9,7 @@ __all__ = ['print_progress', 'launch_run', 'check_slurm_tasks', 'check_launch_en
 import contextlib
 import errno
 import fcntl
+import gc
 import json
 import logging
 import os
@@ -167,6 +168,10 @@ def _train_in_process(
                     _MarkFinished(start, seconds_before),
                 ]
             train_run(read_run_settings(run, exact=True), run, as_callbacks(listeners), write_line)
+            # Compiled blocks refer to themselves, and an evaluation in this process needs their memory.
+            gc.collect()
+            if torch.cuda.is_initialized():
+                torch.cuda.empty_cache()
         except Exception as error:
             # An error after the run was finished, such as a lost connection, does not fail it.
             if not _is_finished(run):
@@ -359,6 +364,8 @@ def _launch_workers(
     # take before the first worker listens on it. But a shared store keeps old keys when the workers restart.
     if max_restarts:
         os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    # After SIGTERM the workers finish their update and write a checkpoint; torch's default is to kill them after 30 s.
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "540")
     with temporary_folder("torchrun") as logs:
         config = LaunchConfig(
             min_nodes=nodes,

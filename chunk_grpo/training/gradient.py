@@ -180,6 +180,8 @@ def compute_transition_stats(
                 with_penalty=False,
             )
             stats_of_batches.append([x.detach() for x in transition_stats])
+            # Two graphs must never be in memory at once.
+            del transition_stats, _
 
     # Drop the idle results, and undo the order of the batches.
     stats_of_batches = stats_of_batches[: len(update_batch.batches)]
