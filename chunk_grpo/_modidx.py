@@ -1599,6 +1599,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                        'chunk_grpo/planning/disk.py')},
             'chunk_grpo.planning.memory': { 'chunk_grpo.planning.memory._count_linear_parameters': ( '06_planning/memory.html#_count_linear_parameters',
                                                                                                      'chunk_grpo/planning/memory.py'),
+                                            'chunk_grpo.planning.memory._dequantized_bytes': ( '06_planning/memory.html#_dequantized_bytes',
+                                                                                               'chunk_grpo/planning/memory.py'),
                                             'chunk_grpo.planning.memory._trajectory_bytes': ( '06_planning/memory.html#_trajectory_bytes',
                                                                                               'chunk_grpo/planning/memory.py'),
                                             'chunk_grpo.planning.memory.host_memory': ( '06_planning/memory.html#host_memory',

@@ -24,6 +24,20 @@ def weights_of(quantization):
     return training_memory(settings, config)["weights"]
 
 
+def test_plan_counts_the_weights_that_torchao_dequantizes():
+    """Autograd saves those of every layer, or with gradient checkpointing those of a block; nf4 computes them again."""
+    config = known_model_configs()["black-forest-labs/FLUX.1-dev"]
+
+    def dequantized(quantization, gradient_checkpointing):
+        changes = {"quantization": quantization, "gradient_checkpointing": gradient_checkpointing}
+        settings = load_settings("machines/80gb-lora-flux1-dev", changes)
+        return training_memory(settings, config)["dequantized weights"] / 1e9
+
+    assert dequantized("none", False) == dequantized("nf4", False) == 0
+    assert 23 < dequantized("int8", False) == dequantized("fp8", False) < 24
+    assert 0 < dequantized("int8", True) < 1
+
+
 def test_a_plan_counts_the_bytes_of_each_format():
     """FLUX.1-dev has 11.9 billion weights, nearly all of them in linear layers."""
     none, int8, fp8, nf4 = (weights_of(name) for name in ("none", "int8", "fp8", "nf4"))

@@ -55,6 +55,23 @@ def _count_linear_parameters(
     return sum(layer.weight.numel() for layer in network.modules() if isinstance(layer, nn.Linear))
 
 
+def _dequantized_bytes(
+    settings: Settings,
+    config: ModelConfig,
+) -> int:
+    """Return the bytes of dequantized weights that an update holds.
+
+    torchao dequantizes the weights of a layer in its forward pass, and autograd saves them for the backward pass. With
+    gradient checkpointing, that is only one block at a time. bitsandbytes dequantizes nf4 again in the backward pass.
+    """
+    if settings.quantization not in ("int8", "fp8"):
+        return 0
+    weights = _count_linear_parameters(config)
+    if settings.gradient_checkpointing:
+        weights = model_sizes(config)["block"]
+    return weights * TORCH_DTYPES[settings.dtype].itemsize
+
+
 def training_memory(
     settings: Settings,  # from `fit_update_batch` if `update_memory` is set
     config: ModelConfig,
@@ -63,9 +80,9 @@ def training_memory(
 ) -> dict[str, int]:  # bytes, keyed by content
     """Estimate the device memory of one process for weights, optimizer, trajectories and activations.
 
-    The keys are weights, gathered blocks (of sharded weights), gradients, moments, base weights kept aside, moving average,
-    reference weights, trajectories and activations; a part that the run does not need has 0 bytes. The memory of decoding,
-    the autoencoder and reward models is not included; `peak_memory` adds it.
+    The keys are weights, gathered blocks (of sharded weights), dequantized weights, gradients, moments, base weights kept
+    aside, moving average, reference weights, trajectories and activations; a part that the run does not need has 0 bytes.
+    The memory of decoding, the autoencoder and reward models is not included; `peak_memory` adds it.
     """
     sizes = model_sizes(config)
     trained = count_trained_parameters(config, settings.lora_rank, settings.lora_targets)
@@ -93,6 +110,7 @@ def training_memory(
     return {
         "weights": base_bytes + trained * 4 // trained_shards,
         "gathered blocks": gathered_bytes,
+        "dequantized weights": _dequantized_bytes(settings, config),
         "gradients": trained * 4 // trained_shards,
         "moments": trained * moment_bytes // trained_shards,
         "base weights kept aside": 0 if settings.lora_rank else parameters * 4 // shards,
