@@ -436,7 +436,7 @@ def test_a_final_folder_without_weights_has_no_hash(finished, tmp_path):
     run_info = read_json(run / "run.json")
     run_info.pop("final_sha256", None)
     write_json(run / "run.json", run_info)
-    with pytest.raises(InputError, match="there are no weights"):
+    with pytest.raises(InputError, match="holds no trained weights"):
         run_images.hash_trained_weights(run)
 
 
