@@ -11,9 +11,11 @@ import sys
 import time
 
 import pytest
+import torch
 import typer
 import yaml
 from commands import call, command, environment
+from safetensors.torch import save_file
 from tiny_flux import build
 from typer.testing import CliRunner
 
@@ -210,6 +212,7 @@ def test_profile_refuses_a_run_without_weights_and_settings_beside_a_run(tmp_pat
 
 def test_profile_hands_its_options_to_the_report(tmp_path, monkeypatch):
     (tmp_path / "run/final").mkdir(parents=True)
+    save_file({"weight": torch.zeros(1)}, tmp_path / "run/final/weights.safetensors")
     note(tmp_path / "run")
     monkeypatch.chdir(tmp_path)
     given = []
