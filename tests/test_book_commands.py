@@ -173,7 +173,7 @@ def test_the_commands_of_the_readme_on_runs_run(tmp_path):
 def test_the_commands_of_the_page_on_a_study_of_your_own(tmp_path):
     """`--tune` judges by prompts of the study's choice, and the study takes what each arm did best with."""
     home = small_study.write(tmp_path / "groups")
-    (tmp_path / "one.txt").write_text("a green star\n")
+    (tmp_path / "one.txt").write_text("an image of a square\n")  # not among those for training
     plan = {
         "title": "t",
         "question": "q",

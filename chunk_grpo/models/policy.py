@@ -307,9 +307,8 @@ class Family:
     # True if every prompt has an image to edit, whose latents are in the conditioning as `image_latents`
     edits_images: bool = False
     image_text_tokens: int = 0  # number of text tokens that stand for the prompt's image
-    embeds_negative_prompt: bool = (
-        False  # True if the pipeline takes a negative prompt only as embeddings
-    )
+    # True if the pipeline takes a negative prompt only as embeddings
+    embeds_negative_prompt: bool = False
 
     @classmethod
     def extra_tokens(cls, folder: Path) -> int:

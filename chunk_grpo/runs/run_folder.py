@@ -774,8 +774,8 @@ def create_run(
     list of packages and copies of the user's code, and records the run as the user's own. A finished run keeps its
     status unless `iterations` is raised or its final weights are lost. Raises InputError if the settings, the inputs, the
     machine or the folder do not allow it. Then no run is written; only if another process takes the folder meanwhile, an
-    empty train.log may remain. Warns if a run with checkpoints is resumed with
-    another number of processes, or with settings that change its weights by rounding.
+    empty train.log may remain. Warns if a run with checkpoints is resumed with another number of processes, or with settings
+    that change its weights by rounding.
     """
     if out is None and resume:
         raise InputError("`out` must name the run to resume; got nothing")

@@ -172,16 +172,16 @@ def compute_transition_stats(
     # A compiled forward pass gives different numbers with and without a graph, so it always runs with one.
     with torch.set_grad_enabled(graph or context.policy.compiled):
         for batch in [*update_batch.batches, *idle_batches]:
-            transition_stats, _ = replay_transitions(
+            replayed = replay_transitions(
                 context=context,
                 method=method,
                 image_index=update_batch.image_index[batch],
                 step_index=update_batch.step_index[batch],
                 with_penalty=False,
             )
-            stats_of_batches.append([x.detach() for x in transition_stats])
-            # Two graphs must never be in memory at once.
-            del transition_stats, _
+            stats_of_batches.append([x.detach() for x in replayed[0]])
+            # Free the graph: two of them must never be in memory at once.
+            del replayed
 
     # Drop the idle results, and undo the order of the batches.
     stats_of_batches = stats_of_batches[: len(update_batch.batches)]
