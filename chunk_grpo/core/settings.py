@@ -1565,9 +1565,9 @@ def method_label(settings: Any) -> str:  # "steps", "chunk+ws", "flow", "nft", "
 
     A method that only combines settings is labelled with the name of a row in `METHODS`. Among the rows whose settings all
     equal the run's, it is the one with the most: "steps" for chunks of one step, "chunk" for the paper's method, "guard" or
-    "mix". "+ws" stands for
-    weighted sampling of chunks. Settings that make another method of it, and that this row does not have, are added to the
-    label, such as "steps, surrogate dppo:1e-5". The label of any other method is its name, or the name of its class.
+    "mix". "+ws" stands for weighted sampling of chunks. Settings that make another method of it, and that this row does not
+    have, are added to the label, such as "steps, surrogate dppo:1e-5". The label of any other method is its name, or the
+    name of its class.
     """
     method = getattr(settings, "method", "chunk")
     if method != "chunk":

@@ -218,7 +218,7 @@ class SD3Policy(Policy):
     ) -> dict:
         """Return the pipeline's `guidance_scale`, that of classifier-free guidance, and a negative prompt.
 
-        Without guidance, or if the negative prompt is empty, it is left out.
+        The negative prompt is left out if it is empty or guidance is off.
         """
         if sampling.true_cfg_scale <= 1 or not sampling.negative_prompt:
             return {"guidance_scale": sampling.true_cfg_scale}
@@ -333,7 +333,7 @@ class ZImagePolicy(Policy):
     ) -> dict:
         """Return the pipeline's `guidance_scale`, which starts at 0 instead of 1, and a negative prompt.
 
-        Without guidance, or if the negative prompt is empty, it is left out.
+        The negative prompt is left out if it is empty or guidance is off.
         """
         if sampling.true_cfg_scale <= 1 or not sampling.negative_prompt:
             return {"guidance_scale": sampling.true_cfg_scale - 1}
